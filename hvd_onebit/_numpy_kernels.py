@@ -97,9 +97,9 @@ def apply(
         if variance is None:
             x = x - np.float32(step_size) * m
         else:
-            root: _Floats = np.sqrt(variance[part])
-            denominator = root / np.float32(variance_correction) + np.float32(eps)
-            x = x - np.float32(step_size) * (m / denominator)
+            denominator = np.sqrt(variance[part]) / np.float32(variance_correction) + np.float32(eps)
+            direction: _Floats = m / denominator
+            x = x - np.float32(step_size) * direction
             if hold:
                 moving = variance[part] != 0
                 x = np.where(moving, x, parameter[part])
