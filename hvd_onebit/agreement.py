@@ -1,0 +1,91 @@
+"""Ranks agree, or all ranks raise: what must be equal everywhere is hashed and compared at every step.
+
+A rank that raised alone would leave the others hanging in a collective. So every rank sends a short digest; when they
+differ, every rank sends the fields themselves, and all raise the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvd_onebit.errors import OneBitError
+from hvd_onebit.transport import Pending, Transport
+
+__all__ = ["Agreement", "check_fields", "digest", "encode_fields"]
+
+_DIGEST_BYTES = 16
+
+Fields = Mapping[str, Any]
+
+
+def digest(fields: Fields) -> bytes:
+    """A hash of JSON-able fields, equal on two ranks exactly when the fields are."""
+    return hashlib.blake2b(encode_fields(fields), digest_size=_DIGEST_BYTES).digest()
+
+
+def encode_fields(fields: Fields) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def check_fields(encoded: Sequence[bytes]) -> None:
+    """Raises OneBitError, the same text on every rank, when the ranks' fields differ.
+
+    Args:
+        encoded: every rank's `encode_fields`, in rank order.
+    """
+    all_fields = [json.loads(each) for each in encoded]
+    differences = []
+    for name in sorted({name for fields in all_fields for name in fields}):
+        ranks_by_value: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, fields in enumerate(all_fields):
+            ranks_by_value[_shown(fields.get(name))].append(rank)
+        if len(ranks_by_value) > 1:
+            views = "; ".join(f"rank {_join(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+            differences.append(f"  {name}: {views}")
+    if differences:
+        raise OneBitError(
+            "the ranks disagree, so training was stopped on all of them before anything was mixed up:\n"
+            + "\n".join(differences)
+            + "\nEvery rank must build the same model and optimizer, and restore the same checkpoint: restore on all "
+            "ranks, or on one and call broadcast_optimizer_state."
+        )
+
+
+def _join(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))
+
+
+def _shown(value: Any, most: int = 160) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= most else f"{text[:most]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
+
+
+class Agreement:
+    """One comparison a step, overlapped with the step's other collectives.
+
+    Args:
+        transport: among the ranks that must agree.
+        name: fixed name of the collective.
+    """
+
+    def __init__(self, transport: Transport[Any], name: str) -> None:
+        self._transport = transport
+        self._name = name
+        self._pending: Pending[list[bytes]] | None = None
+
+    def start(self, fields_digest: bytes) -> None:
+        """Collective: sends this rank's digest."""
+        self._pending = self._transport.allgather_bytes(fields_digest, name=f"{self._name}.digest")
+
+    def finish(self, fields: Callable[[], Fields]) -> None:
+        """Waits; when the digests differ every rank sends `fields()` and raises the same OneBitError."""
+        assert self._pending is not None
+        digests, self._pending = self._pending.wait(), None
+        if len(set(digests)) > 1:
+            encoded = self._transport.allgather_bytes(encode_fields(fields()), name=f"{self._name}.fields").wait()
+            check_fields(encoded)
+            raise OneBitError("the ranks' digests differ although their fields are equal: they run different versions")

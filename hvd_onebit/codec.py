@@ -1,0 +1,118 @@
+"""The interface between the exchange and the three kernels, and its implementation on host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_onebit import kernels
+
+__all__ = ["Array", "Codec", "HostCodec"]
+
+Array = TypeVar("Array", bound=Any)
+"""A one-dimensional array of one framework: float32 for values, uint8 for messages; it can be sliced without a copy."""
+
+
+class Codec(Protocol[Array]):
+    """Compress, reduce, decompress on one kind of array. All implementations write the same bytes (see `wire.py`)."""
+
+    def zeros(self, num_elements: int) -> Array:
+        """A float32 array of zeros."""
+        ...
+
+    def empty_bytes(self, num_bytes: int) -> Array:
+        """A uint8 array."""
+        ...
+
+    def compress(
+        self,
+        gradient: Array,
+        momentum: Array | None,
+        beta1: float,
+        error: Array | None,
+        message: Array,
+        *,
+        block: int,
+        scale: str,
+        live: Array | None,
+    ) -> None: ...
+
+    def reduce(
+        self,
+        messages: Sequence[Array],
+        error: Array | None,
+        message: Array,
+        *,
+        num_elements: int,
+        block: int,
+        scale: str,
+        live: Array | None,
+    ) -> None: ...
+
+    def average(self, messages: Sequence[Array], values: Array, *, block: int, live: Array | None) -> None: ...
+
+    def scales_finite(self, messages: Sequence[Array], *, num_elements: int, block: int) -> bool: ...
+
+    def restore(self, error: Array, sent: Array, given: Array, live: Array | None) -> None:
+        """error <- (error + sent) - given in place, where `sent` is finite and the coordinate is live."""
+        ...
+
+    def to_bytes(self, message: Array) -> bytes:
+        """The message's bytes on the host, for checksums."""
+        ...
+
+
+HostArray = npt.NDArray[Any]
+
+
+class HostCodec:
+    """The codec on NumPy arrays: the C kernels, or NumPy with the same results."""
+
+    def zeros(self, num_elements: int) -> HostArray:
+        return np.zeros(num_elements, np.float32)
+
+    def empty_bytes(self, num_bytes: int) -> HostArray:
+        return np.empty(num_bytes, np.uint8)
+
+    def compress(
+        self,
+        gradient: HostArray,
+        momentum: HostArray | None,
+        beta1: float,
+        error: HostArray | None,
+        message: HostArray,
+        *,
+        block: int,
+        scale: str,
+        live: HostArray | None,
+    ) -> None:
+        kernels.compress(gradient, momentum, beta1, error, message, block=block, scale=scale, live=live)
+
+    def reduce(
+        self,
+        messages: Sequence[HostArray],
+        error: HostArray | None,
+        message: HostArray,
+        *,
+        num_elements: int,
+        block: int,
+        scale: str,
+        live: HostArray | None,
+    ) -> None:
+        kernels.reduce(messages, error, message, num_elements=num_elements, block=block, scale=scale, live=live)
+
+    def average(self, messages: Sequence[HostArray], values: HostArray, *, block: int, live: HostArray | None) -> None:
+        kernels.average(messages, values, num_elements=len(values), block=block, live=live)
+
+    def scales_finite(self, messages: Sequence[HostArray], *, num_elements: int, block: int) -> bool:
+        return kernels.scales_finite(messages, num_elements, block)
+
+    def restore(self, error: HostArray, sent: HostArray, given: HostArray, live: HostArray | None) -> None:
+        known = np.isfinite(sent) if live is None else np.isfinite(sent) & (live != 0)
+        np.copyto(error, (error + sent) - given, where=known)
+
+    def to_bytes(self, message: HostArray) -> bytes:
+        return message.tobytes()

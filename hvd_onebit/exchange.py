@@ -1,0 +1,252 @@
+"""The compressed allreduce of one bucket, and the error feedback that belongs to it.
+
+Written as the steps between the collectives, so that any framework can put its own collectives in between: a loop over
+buckets (`step.py`), gradient hooks, or the ops of a graph.
+
+    one_shot    compress -> allgather -> average of all messages
+    two_phase   compress -> alltoall -> reduce -> allgather -> concatenation of all replies
+
+Tang et al., "1-bit Adam", 2021, arXiv 2102.02888, section 5 and algorithm 1 (two_phase, with error feedback on both
+sides). Whatever the algorithm, the result is computed from the same bytes on every rank, hence the same floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic
+
+from hvd_onebit.codec import Array, Codec
+from hvd_onebit.layout import Bucket, Chunk, cut_chunks
+from hvd_onebit.options import CompressionOptions
+
+__all__ = ["CompressedAllreduce", "Piece"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where elements [low, high) of a slice of the bucket stand: element `start` onwards of one segment's messages.
+
+    Attributes:
+        byte_ranges: bytes of the gathered buffer, one range a message to average.
+        num_elements: elements of the segment, which the messages cover.
+        block: elements a scale in these messages.
+    """
+
+    low: int
+    high: int
+    start: int
+    num_elements: int
+    block: int
+    byte_ranges: tuple[tuple[int, int], ...]
+
+
+class CompressedAllreduce(Generic[Array]):
+    """One bucket's mean over ranks, one bit an element, with error feedback.
+
+    A step calls, in this order: `compress`, (the alltoall and `reduce`, if `is_two_phase`), the allgather, `accept`,
+    then `average` or the pieces; `rollback` undoes the step's change of the error feedback.
+
+    Attributes:
+        worker_error: float32, shape (num_elements,): what this rank still owes; None without error feedback.
+        server_error: float32, shape (elements of this rank's chunk,): None for one_shot or without error feedback.
+        live: float32, shape (num_elements,) or None: coordinates that are 0 in it are held: they take no part.
+    """
+
+    def __init__(
+        self, bucket: Bucket, *, rank: int, size: int, codec: Codec[Array], options: CompressionOptions
+    ) -> None:
+        self.bucket = bucket
+        self.rank = rank
+        self.size = size
+        self.is_two_phase = options.algorithm(size) == "two_phase"
+        self.worker_error: Array | None = None
+        self.server_error: Array | None = None
+        self.live: Array | None = None
+        self._codec = codec
+        self._scale = options.scale
+        self._chunks = cut_chunks(bucket, size if self.is_two_phase else 1, options.block)
+        self._own_chunk = self._chunks[rank if self.is_two_phase else 0]
+        if options.error_feedback:
+            self.worker_error = codec.zeros(bucket.num_elements)
+            if self.is_two_phase:
+                self.server_error = codec.zeros(self._own_chunk.stop - self._own_chunk.start)
+        self._sent: Array | None = None
+        self._received: Array | None = None
+        self._reply: Array | None = None
+        self._gathered: Array | None = None
+        self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
+
+    @property
+    def own_chunk(self) -> Chunk:
+        """The part of the bucket that this rank averages (two_phase) or the whole bucket (one_shot)."""
+        return self._own_chunk
+
+    @property
+    def alltoall_bytes(self) -> tuple[list[int], list[int]]:
+        """Bytes to and from each rank in the alltoall of two_phase."""
+        return [chunk.num_bytes for chunk in self._chunks], [self._own_chunk.num_bytes] * self.size
+
+    @property
+    def allgather_bytes(self) -> list[int]:
+        """Bytes that each rank contributes to the allgather."""
+        if self.is_two_phase:
+            return [chunk.num_bytes for chunk in self._chunks]
+        return [self._own_chunk.num_bytes] * self.size
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank sends to others in one exchange."""
+        if not self.is_two_phase:
+            return self._own_chunk.num_bytes * (self.size - 1)
+        to_servers = sum(chunk.num_bytes for chunk in self._chunks) - self._own_chunk.num_bytes
+        return to_servers + self._own_chunk.num_bytes * (self.size - 1)
+
+    def compress(self, gradient: Array, momentum: Array | None, beta1: float) -> Array:
+        """The message to send of z = beta1*momentum + (1-beta1)*gradient + worker_error; the error becomes z - C(z).
+
+        `gradient` and `momentum` (float32, shape (num_elements,)) are not written. Blocks that hold a non-finite value
+        keep their error and get a non-finite scale.
+        """
+        message = self._codec.empty_bytes(sum(chunk.num_bytes for chunk in self._chunks))
+        for base, chunk in _with_bases(self._chunks):
+            for segment in chunk.segments:
+                low, high = segment.start, segment.stop
+                self._codec.compress(
+                    gradient[low:high],
+                    _part(momentum, low, high),
+                    beta1,
+                    _part(self.worker_error, low, high),
+                    message[base + segment.byte_start : base + segment.byte_stop],
+                    block=segment.block,
+                    scale=self._scale,
+                    live=_part(self.live, low, high),
+                )
+        self._sent = message
+        return message
+
+    def reduce(self, received: Array) -> Array:
+        """The reply of this rank as server: C(mean of all ranks' chunks + server_error)."""
+        chunk = self._own_chunk
+        reply = self._codec.empty_bytes(chunk.num_bytes)
+        for segment in chunk.segments:
+            low, high = segment.start - chunk.start, segment.stop - chunk.start
+            self._codec.reduce(
+                self._from_each_rank(received, segment.byte_start, segment.byte_stop),
+                _part(self.server_error, low, high),
+                reply[segment.byte_start : segment.byte_stop],
+                num_elements=segment.num_elements,
+                block=segment.block,
+                scale=self._scale,
+                live=_part(self.live, segment.start, segment.stop),
+            )
+        self._received, self._reply = received, reply
+        return reply
+
+    def accept(self, gathered: Array) -> bool:
+        """Takes the gathered bytes; False when some rank's gradient was not finite, the same answer on every rank."""
+        self._gathered = gathered
+        return all(
+            self._codec.scales_finite(
+                self.messages(piece), num_elements=piece.num_elements, block=piece.block
+            )
+            for piece in self.pieces(0, self.bucket.num_elements)
+        )
+
+    def average(self, values: Array, start: int = 0) -> None:
+        """Writes elements [start, start + len(values)) of the mean that all ranks agreed on."""
+        stop = start + len(values)
+        for piece in self.pieces(start, stop):
+            if piece.num_elements == piece.high - piece.low:
+                self._codec.average(
+                    self.messages(piece),
+                    values[piece.low : piece.high],
+                    block=piece.block,
+                    live=_part(self.live, start + piece.low, start + piece.high),
+                )
+            else:
+                whole = self._codec.zeros(piece.num_elements)
+                first = start + piece.low - piece.start
+                live = _part(self.live, first, first + piece.num_elements)
+                self._codec.average(self.messages(piece), whole, block=piece.block, live=live)
+                length = piece.high - piece.low
+                values[piece.low : piece.high] = whole[piece.start : piece.start + length]
+
+    def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
+        """Where elements [start, stop) of the bucket are found in the gathered bytes."""
+        key = (start, stop)
+        if key not in self._pieces:
+            self._pieces[key] = tuple(self._find_pieces(start, stop))
+        return self._pieces[key]
+
+    def rollback(self, gradient: Array, momentum: Array | None, beta1: float) -> None:
+        """Puts the error feedback back to what it was before `compress`, to rounding; the same inputs as it got."""
+        if self.worker_error is not None and self._sent is not None:
+            given = gradient if momentum is None else momentum * beta1 + gradient * (1.0 - beta1)
+            sent = self._codec.zeros(self.bucket.num_elements)
+            for base, chunk in _with_bases(self._chunks):
+                self._decode(chunk, [self._sent[base : base + chunk.num_bytes]], sent[chunk.start : chunk.stop])
+            self._codec.restore(self.worker_error, sent, given, self.live)
+        if self.server_error is not None and self._reply is not None and self._received is not None:
+            chunk = self._own_chunk
+            mean = self._codec.zeros(chunk.stop - chunk.start)
+            self._decode(chunk, self._from_each_rank(self._received, 0, chunk.num_bytes), mean)
+            replied = self._codec.zeros(chunk.stop - chunk.start)
+            self._decode(chunk, [self._reply], replied)
+            self._codec.restore(self.server_error, replied, mean, _part(self.live, chunk.start, chunk.stop))
+        self.commit()
+
+    def commit(self) -> None:
+        """Forgets the step's messages."""
+        self._sent = self._received = self._reply = self._gathered = None
+
+    def checksum_bytes(self) -> bytes:
+        """The gathered bytes, equal on all ranks."""
+        assert self._gathered is not None
+        return self._codec.to_bytes(self._gathered)
+
+    def _from_each_rank(self, received: Array, byte_start: int, byte_stop: int) -> list[Array]:
+        stride = self._own_chunk.num_bytes
+        return [
+            received[i * stride + byte_start : i * stride + byte_stop]
+            for i in range(self.size)
+        ]
+
+    def messages(self, piece: Piece) -> list[Array]:
+        """The gathered messages of one piece, in rank order."""
+        assert self._gathered is not None
+        return [self._gathered[low:high] for low, high in piece.byte_ranges]
+
+    def _decode(self, chunk: Chunk, messages: Sequence[Array], values: Array) -> None:
+        for segment in chunk.segments:
+            self._codec.average(
+                [message[segment.byte_start : segment.byte_stop] for message in messages],
+                values[segment.start - chunk.start : segment.stop - chunk.start],
+                block=segment.block,
+                live=_part(self.live, segment.start, segment.stop),
+            )
+
+    def _find_pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        copies = 1 if self.is_two_phase else self.size
+        for base, chunk in _with_bases(self._chunks):
+            for segment in chunk.segments:
+                low, high = max(start, segment.start), min(stop, segment.stop)
+                if low < high:
+                    ranges = tuple(
+                        (base + i * chunk.num_bytes + segment.byte_start, base + i * chunk.num_bytes + segment.byte_stop)
+                        for i in range(copies)
+                    )
+                    yield Piece(
+                        low - start, high - start, low - segment.start, segment.num_elements, segment.block, ranges
+                    )
+
+
+def _with_bases(chunks: Sequence[Chunk]) -> list[tuple[int, Chunk]]:
+    """Each chunk with the byte at which its message starts when all are laid end to end."""
+    bases = (0, *accumulate(chunk.num_bytes for chunk in chunks))
+    return list(zip(bases, chunks, strict=False))
+
+
+def _part(array: Array | None, low: int, high: int) -> Array | None:
+    return None if array is None else array[low:high]

@@ -1,0 +1,128 @@
+"""Parameters -> buckets -> chunks -> segments: where every element travels, the same on every rank.
+
+A bucket is a run of whole tensors laid end to end. A chunk is the part of a bucket that one rank averages. A segment is
+the part of a chunk that is one wire message: the whole chunk when scales go by block, one tensor's part when they go by
+tensor. Nothing is padded: chunks start at multiples of 64 elements and the last ones may be shorter, or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from hvd_onebit.wire import message_num_bytes
+
+__all__ = ["CHUNK_ALIGNMENT", "Bucket", "Chunk", "Segment", "cut_chunks", "make_buckets"]
+
+CHUNK_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Whole tensors that are compressed and sent together.
+
+    Attributes:
+        name: fixed name, part of the names of its collectives.
+        parameters: the tensors' names, in the order in which they lie in the bucket.
+        sizes: number of elements of each.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First element of each tensor in the bucket."""
+        return (0, *accumulate(self.sizes))[:-1]
+
+    @cached_property
+    def num_elements(self) -> int:
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of a bucket as one wire message at bytes [byte_start, byte_stop) of its chunk's message."""
+
+    start: int
+    stop: int
+    block: int
+    byte_start: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def byte_stop(self) -> int:
+        return self.byte_start + message_num_bytes(self.num_elements, self.block)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [start, stop) of a bucket, averaged by one rank."""
+
+    start: int
+    stop: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.segments[-1].byte_stop if self.segments else 0
+
+
+def make_buckets(
+    parameters: Sequence[tuple[str, int]], *, bucket_elements: int, prefix: str = "bucket"
+) -> tuple[Bucket, ...]:
+    """Buckets over whole tensors in reverse order: the order in which backward finishes gradients.
+
+    Args:
+        parameters: (name, number of elements) in registration order.
+        bucket_elements: a bucket is closed before it would grow past this; a larger tensor gets its own bucket.
+        prefix: buckets are called prefix.0, prefix.1, ...
+    """
+    buckets: list[Bucket] = []
+    names: list[str] = []
+    sizes: list[int] = []
+
+    def close() -> None:
+        if names:
+            buckets.append(Bucket(f"{prefix}.{len(buckets)}", tuple(names), tuple(sizes)))
+            names.clear()
+            sizes.clear()
+
+    for name, num_elements in reversed(parameters):
+        if sum(sizes) + num_elements > bucket_elements:
+            close()
+        names.append(name)
+        sizes.append(num_elements)
+    close()
+    return tuple(buckets)
+
+
+def cut_chunks(bucket: Bucket, num_chunks: int, block: int | str) -> tuple[Chunk, ...]:
+    """`num_chunks` chunks that cover the bucket in order; `block` elements (or "tensor") share a scale."""
+    per_chunk = -(-bucket.num_elements // num_chunks)
+    if num_chunks > 1:
+        per_chunk = -(-per_chunk // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+    cuts = [min(i * per_chunk, bucket.num_elements) for i in range(num_chunks + 1)]
+    return tuple(_chunk(bucket, start, stop, block) for start, stop in zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def _chunk(bucket: Bucket, start: int, stop: int, block: int | str) -> Chunk:
+    if isinstance(block, int):
+        runs = [(start, stop)]
+    else:
+        edges = zip(bucket.offsets, bucket.sizes, strict=True)
+        runs = [(max(start, offset), min(stop, offset + size)) for offset, size in edges]
+    segments: list[Segment] = []
+    byte_start = 0
+    for low, high in runs:
+        if low < high:
+            segment = Segment(low, high, block if isinstance(block, int) else high - low, byte_start)
+            byte_start = segment.byte_stop
+            segments.append(segment)
+    return Chunk(start, stop, tuple(segments))

@@ -1,0 +1,125 @@
+"""What a user may choose about compression: one frozen dataclass, checked once, the same in every framework."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+__all__ = ["AUTO", "CompressionOptions", "is_full_precision", "options_from"]
+
+AUTO = "auto"
+
+_CHOICES = {
+    "exchange": (AUTO, "one_shot", "two_phase"),
+    "scale": ("rms", "mean"),
+    "dead": ("floor", "hold"),
+}
+
+
+@dataclass(frozen=True)
+class CompressionOptions:
+    """How gradients travel once the variance is frozen.
+
+    Attributes:
+        freeze_step: number of full-precision updates (T_w) before the variance is frozen and compression starts, or
+            "auto" for the 1-bit Adam paper's rule (see `schedule.py`).
+        freeze_latest_step: with "auto", freeze at this step at the latest; None: wait for the rule.
+        freeze_threshold: with "auto", the ratio of the variance's 1-norms that counts as settled.
+        exchange: "one_shot" (every rank gathers every message), "two_phase" (chunks are averaged by the rank that owns
+            them), or "auto": one_shot for two ranks, where it costs the same bytes and half the latency.
+        scale: "rms" (||z||_2/sqrt(d), the 1-bit Adam paper) or "mean" (||z||_1/d, the 0/1 Adam paper).
+        block: elements that share one scale, or "tensor" for one scale a tensor.
+        dead: "floor" lifts the frozen variance to `variance_floor` times its tensor's mean; "hold" keeps coordinates
+            whose variance is zero exactly where they are.
+        variance_floor: the floor's height, relative to the mean of the tensor's variance; 0 for none.
+        error_feedback: False drops the compression error at every step: for experiments only, it converges worse.
+        full_precision: names (or shell patterns such as "*.bias") of parameters that are never compressed.
+        min_elements: tensors with fewer elements stay in full precision.
+        bucket_elements: a bucket holds whole tensors of about this many elements together.
+        skip_nonfinite: skip a step, on all ranks together, when a gradient somewhere is NaN or infinite.
+        max_skipped_steps: that many skipped steps in a row end the run with an error.
+        check_every: compare a checksum of the received bytes across ranks every this many steps; 0: never.
+    """
+
+    freeze_step: int | str = AUTO
+    freeze_latest_step: int | None = None
+    freeze_threshold: float = 0.96
+    exchange: str = AUTO
+    scale: str = "rms"
+    block: int | str = 2048
+    dead: str = "floor"
+    variance_floor: float = 0.01
+    error_feedback: bool = True
+    full_precision: tuple[str, ...] = ()
+    min_elements: int = 0
+    bucket_elements: int = 4 * 1024 * 1024
+    skip_nonfinite: bool = True
+    max_skipped_steps: int = 25
+    check_every: int = 100
+
+    def __post_init__(self) -> None:
+        if isinstance(self.full_precision, str):
+            raise TypeError(
+                f"full_precision takes a list of parameter names or patterns, not the single string "
+                f"{self.full_precision!r}; write [{self.full_precision!r}]"
+            )
+        object.__setattr__(self, "full_precision", tuple(self.full_precision))
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        if self.freeze_step != AUTO:
+            _check_int("freeze_step", self.freeze_step, 0, '(or "auto")')
+        if self.block != "tensor":
+            _check_int("block", self.block, 1, '(or "tensor")')
+        if self.freeze_latest_step is not None:
+            _check_int("freeze_latest_step", self.freeze_latest_step, 1)
+        for name, least in (("min_elements", 0), ("bucket_elements", 1), ("max_skipped_steps", 1), ("check_every", 0)):
+            _check_int(name, getattr(self, name), least)
+        if not 0.0 <= self.variance_floor < 1.0:
+            raise ValueError(f"variance_floor is a fraction of the mean variance in [0, 1), not {self.variance_floor!r}")
+        if not 0.0 < self.freeze_threshold <= 1.0:
+            raise ValueError(f"freeze_threshold must be in (0, 1], not {self.freeze_threshold!r}")
+
+    def algorithm(self, size: int) -> str:
+        """The exchange used among `size` ranks."""
+        if self.exchange != AUTO:
+            return self.exchange
+        return "one_shot" if size <= 2 else "two_phase"
+
+    def as_fields(self) -> dict[str, Any]:
+        """The options as plain JSON values, for comparison across ranks."""
+        return {**asdict(self), "full_precision": list(self.full_precision)}
+
+
+def _check_int(name: str, value: object, least: int, also: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer {also}".rstrip() + f", not {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def options_from(given: Mapping[str, Any]) -> CompressionOptions:
+    """CompressionOptions from keyword arguments; an unknown name is refused with the nearest known one.
+
+    Raises:
+        TypeError: an option that does not exist, or of the wrong type.
+        ValueError: a value out of range.
+    """
+    known = [field.name for field in fields(CompressionOptions)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+            raise TypeError(f"unknown option {name!r}; {hint}")
+    return CompressionOptions(**given)
+
+
+def is_full_precision(name: str, num_elements: int, options: CompressionOptions) -> bool:
+    """True when the user's options keep this parameter out of compression for ever."""
+    if num_elements < max(options.min_elements, 1):
+        return True
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in options.full_precision)

@@ -1,0 +1,71 @@
+"""What was sent, what was saved, what was skipped: counted where buffers are handed to collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["WARM_UP", "COMPRESSION", "Stats", "ring_allreduce_bytes"]
+
+WARM_UP = "warm-up"
+COMPRESSION = "compression"
+
+
+def ring_allreduce_bytes(num_bytes: int, size: int) -> float:
+    """Bytes a rank sends when `num_bytes` are allreduced by a ring of `size` ranks: 2 (n-1)/n of them."""
+    return 2.0 * (size - 1) / size * num_bytes if size > 1 else 0.0
+
+
+@dataclass
+class Stats:
+    """Counters of one optimizer on this rank.
+
+    Attributes:
+        stage: "warm-up" or "compression".
+        step: committed updates.
+        frozen_step: the step at which the variance was first frozen; 0 before.
+        steps_skipped: steps that every rank skipped because a gradient was not finite.
+        skipped_in_a_row: how many of them came last without a good one between.
+        bytes_per_step: bytes this rank sent to others in the last step of each stage. An allreduce counts as a ring's.
+        bytes_sent: all bytes this rank has sent, by stage.
+        uncompressed_bytes_per_step: what a step sends as float32.
+        compressed_elements: elements that travel as one bit.
+        full_precision_elements: elements that do not.
+        dead_elements: elements whose variance was zero at the freeze.
+        floored_elements: elements whose variance the floor has lifted.
+    """
+
+    stage: str = WARM_UP
+    step: int = 0
+    frozen_step: int = 0
+    steps_skipped: int = 0
+    skipped_in_a_row: int = 0
+    bytes_per_step: dict[str, float] = field(default_factory=lambda: {WARM_UP: 0.0, COMPRESSION: 0.0})
+    bytes_sent: dict[str, float] = field(default_factory=lambda: {WARM_UP: 0.0, COMPRESSION: 0.0})
+    uncompressed_bytes_per_step: float = 0.0
+    compressed_elements: int = 0
+    full_precision_elements: int = 0
+    dead_elements: int = 0
+    floored_elements: int = 0
+    _bytes_this_step: float = 0.0
+
+    def count(self, num_bytes: float) -> None:
+        """Adds bytes handed to a collective in the step under way."""
+        self._bytes_this_step += num_bytes
+
+    def end_step(self, stage: str, *, skipped: bool) -> None:
+        """Closes the step's counters; `stage` is the one the step was made in."""
+        self.bytes_per_step[stage] = self._bytes_this_step
+        self.bytes_sent[stage] += self._bytes_this_step
+        self._bytes_this_step = 0.0
+        if skipped:
+            self.steps_skipped += 1
+            self.skipped_in_a_row += 1
+        else:
+            self.step += 1
+            self.skipped_in_a_row = 0
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than float32 the last compressed step sent; 1.0 before the first one."""
+        sent = self.bytes_per_step[COMPRESSION]
+        return self.uncompressed_bytes_per_step / sent if sent else 1.0

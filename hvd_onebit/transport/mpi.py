@@ -1,0 +1,90 @@
+"""The transport over mpi4py, on host buffers: compressed training without Horovod's engine, or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MPITransport"]
+
+HostArray = npt.NDArray[Any]
+
+
+class _MPIPending:
+    def __init__(self, request: MPI.Request, finish: Callable[[], Any], *buffers: Any) -> None:
+        self._request = request
+        self._finish = finish
+        self._buffers = buffers  # MPI reads and writes them until the request completes
+
+    def wait(self) -> Any:
+        self._request.Wait()
+        return self._finish()
+
+
+class MPITransport:
+    """Non-blocking MPI collectives on a communicator of the caller's, `MPI.COMM_WORLD` by default.
+
+    MPI matches collectives by the order of calls, not by name: every rank starts them in the same order.
+    """
+
+    def __init__(self, comm: MPI.Comm | None = None) -> None:
+        from mpi4py import MPI
+
+        # an own communicator: our collectives never match the caller's
+        self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self._MPI = MPI
+
+    @property
+    def rank(self) -> int:
+        return int(self._comm.rank)
+
+    @property
+    def size(self) -> int:
+        return int(self._comm.size)
+
+    def alltoall(
+        self, message: HostArray, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
+    ) -> _MPIPending:
+        received = np.empty(sum(receive_bytes), np.uint8)
+        request = self._comm.Ialltoallv(
+            [message, list(send_bytes), _displacements(send_bytes), self._MPI.BYTE],
+            [received, list(receive_bytes), _displacements(receive_bytes), self._MPI.BYTE],
+        )
+        return _MPIPending(request, lambda: received, message, received)
+
+    def allgather(self, message: HostArray, receive_bytes: Sequence[int], *, name: str) -> _MPIPending:
+        gathered = np.empty(sum(receive_bytes), np.uint8)
+        request = self._comm.Iallgatherv(
+            [message, self._MPI.BYTE], [gathered, list(receive_bytes), _displacements(receive_bytes), self._MPI.BYTE]
+        )
+        return _MPIPending(request, lambda: gathered, message, gathered)
+
+    def allreduce(self, values: HostArray, *, name: str) -> _MPIPending:
+        # MPI has no half precision: float16 is summed as float32
+        wide = np.ascontiguousarray(values, np.float32 if values.dtype == np.float16 else values.dtype)
+        total = np.empty_like(wide)
+        request = self._comm.Iallreduce(wide, total, op=self._MPI.SUM)
+        return _MPIPending(request, lambda: (total / total.dtype.type(self.size)).astype(values.dtype), wide, total)
+
+    def allgather_bytes(self, data: bytes, *, name: str) -> _MPIPending:
+        lengths = self._comm.allgather(len(data))
+        own = np.frombuffer(data, np.uint8)
+        gathered = self.allgather(own, lengths, name=name)
+        cuts = [0, *accumulate(lengths)]
+
+        def split() -> list[bytes]:
+            everything = gathered.wait().tobytes()
+            return [everything[low:high] for low, high in zip(cuts[:-1], cuts[1:], strict=True)]
+
+        return _MPIPending(self._MPI.REQUEST_NULL, split)
+
+
+def _displacements(num_bytes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(num_bytes)][:-1]

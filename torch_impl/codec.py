@@ -1,0 +1,199 @@
+"""The three kernels on torch tensors: CPU tensors go through the core's kernels without a copy, others through torch ops.
+
+Both write the same bytes from the same scales (the format is in `hvd_onebit/wire.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_onebit import kernels
+from hvd_onebit.codec import Codec, HostCodec
+from hvd_onebit.wire import num_blocks
+
+__all__ = ["CpuCodec", "DeviceCodec", "codec_for"]
+
+
+def codec_for(device: torch.device) -> Codec[Tensor]:
+    """The codec for tensors on `device`."""
+    return CpuCodec() if device.type == "cpu" else DeviceCodec(device)
+
+
+class CpuCodec:
+    """The core's kernels on the memory of CPU tensors."""
+
+    def __init__(self) -> None:
+        self._host = HostCodec()
+
+    def zeros(self, num_elements: int) -> Tensor:
+        return torch.zeros(num_elements, dtype=torch.float32)
+
+    def empty_bytes(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def compress(
+        self,
+        gradient: Tensor,
+        momentum: Tensor | None,
+        beta1: float,
+        error: Tensor | None,
+        message: Tensor,
+        *,
+        block: int,
+        scale: str,
+        live: Tensor | None,
+    ) -> None:
+        kernels.compress(
+            gradient.numpy(),
+            _numpy(momentum),
+            beta1,
+            _numpy(error),
+            message.numpy(),
+            block=block,
+            scale=scale,
+            live=_numpy(live),
+        )
+
+    def reduce(
+        self,
+        messages: Sequence[Tensor],
+        error: Tensor | None,
+        message: Tensor,
+        *,
+        num_elements: int,
+        block: int,
+        scale: str,
+        live: Tensor | None,
+    ) -> None:
+        kernels.reduce(
+            [each.numpy() for each in messages],
+            _numpy(error),
+            message.numpy(),
+            num_elements=num_elements,
+            block=block,
+            scale=scale,
+            live=_numpy(live),
+        )
+
+    def average(self, messages: Sequence[Tensor], values: Tensor, *, block: int, live: Tensor | None) -> None:
+        self._host.average([each.numpy() for each in messages], values.numpy(), block=block, live=_numpy(live))
+
+    def scales_finite(self, messages: Sequence[Tensor], *, num_elements: int, block: int) -> bool:
+        return self._host.scales_finite([each.numpy() for each in messages], num_elements=num_elements, block=block)
+
+    def restore(self, error: Tensor, sent: Tensor, given: Tensor, live: Tensor | None) -> None:
+        self._host.restore(error.numpy(), sent.numpy(), given.numpy(), _numpy(live))
+
+    def to_bytes(self, message: Tensor) -> bytes:
+        return message.numpy().tobytes()
+
+
+def _numpy(tensor: Tensor | None):  # type: ignore[no-untyped-def]
+    return None if tensor is None else tensor.numpy()
+
+
+class DeviceCodec:
+    """The same as torch ops, for any device torch has."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._bits = torch.arange(8, dtype=torch.uint8, device=self._device)
+
+    def zeros(self, num_elements: int) -> Tensor:
+        return torch.zeros(num_elements, dtype=torch.float32, device=self._device)
+
+    def empty_bytes(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def compress(
+        self,
+        gradient: Tensor,
+        momentum: Tensor | None,
+        beta1: float,
+        error: Tensor | None,
+        message: Tensor,
+        *,
+        block: int,
+        scale: str,
+        live: Tensor | None,
+    ) -> None:
+        z = gradient if momentum is None else momentum * beta1 + gradient * (1.0 - beta1)
+        self._compress(z if error is None else z + error, error, message, block, scale, live)
+
+    def reduce(
+        self,
+        messages: Sequence[Tensor],
+        error: Tensor | None,
+        message: Tensor,
+        *,
+        num_elements: int,
+        block: int,
+        scale: str,
+        live: Tensor | None,
+    ) -> None:
+        y = self.zeros(num_elements)
+        self.average(messages, y, block=block, live=None)
+        self._compress(y if error is None else y + error, error, message, block, scale, live)
+
+    def average(self, messages: Sequence[Tensor], values: Tensor, *, block: int, live: Tensor | None) -> None:
+        total = self._decode(messages[0], len(values), block)
+        for message in messages[1:]:
+            total = total + self._decode(message, len(values), block)
+        if len(messages) > 1:
+            # a 0-dim divisor on the device: a host scalar would be multiplied by its rounded inverse there
+            total = total / torch.tensor(float(len(messages)), device=self._device)
+        values.copy_(total if live is None else torch.where(live != 0, total, 0.0))
+
+    def scales_finite(self, messages: Sequence[Tensor], *, num_elements: int, block: int) -> bool:
+        scales = [self._scales(message, num_elements, block) for message in messages]
+        return bool(torch.isfinite(torch.cat(scales)).all()) if scales else True
+
+    def restore(self, error: Tensor, sent: Tensor, given: Tensor, live: Tensor | None) -> None:
+        known = torch.isfinite(sent) if live is None else torch.isfinite(sent) & (live != 0)
+        error.copy_(torch.where(known, (error + sent) - given, error))
+
+    def to_bytes(self, message: Tensor) -> bytes:
+        return message.cpu().numpy().tobytes()
+
+    def _compress(
+        self, z: Tensor, error: Tensor | None, message: Tensor, block: int, scale: str, live: Tensor | None
+    ) -> None:
+        num_elements = len(z)
+        if num_elements == 0:
+            return
+        held = None if live is None else live == 0
+        counted = torch.ones_like(z) if held is None else (~held).float()
+        parts = _blocks(z if held is None else torch.where(held, 0.0, z), block).double()
+        totals = (parts.square() if scale == "rms" else parts.abs()).sum(1)
+        means = totals / _blocks(counted, block).double().sum(1).clamp(min=1)
+        scales = (means.sqrt() if scale == "rms" else means).float()
+        positive = z >= 0 if held is None else (z >= 0) | held
+        prefix = 4 * len(scales)
+        message[:prefix].copy_(scales.view(torch.uint8))
+        message[prefix:].copy_(self._pack(positive))
+        if error is not None:
+            each = scales.repeat_interleave(block)[:num_elements]
+            keep = torch.isfinite(each) if held is None else torch.isfinite(each) & ~held
+            error.copy_(torch.where(keep, z - torch.where(positive, each, -each), error))
+
+    def _pack(self, positive: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(positive, (0, -len(positive) % 8), value=True)
+        return (padded.view(-1, 8).to(torch.uint8) << self._bits).sum(1, dtype=torch.uint8)
+
+    def _scales(self, message: Tensor, num_elements: int, block: int) -> Tensor:
+        # a copy, since a slice of the gathered bytes may not be aligned to four
+        return message[: 4 * num_blocks(num_elements, block)].clone().view(torch.float32)
+
+    def _decode(self, message: Tensor, num_elements: int, block: int) -> Tensor:
+        each = self._scales(message, num_elements, block).repeat_interleave(block)[:num_elements]
+        signs = message[4 * num_blocks(num_elements, block) :]
+        bits = ((signs[:, None] >> self._bits) & 1).view(-1)[:num_elements]
+        return torch.where(bits.bool(), each, -each)
+
+
+def _blocks(values: Tensor, block: int) -> Tensor:
+    block = min(block, len(values))
+    return torch.nn.functional.pad(values, (0, -len(values) % block)).view(-1, block)

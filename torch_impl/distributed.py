@@ -1,0 +1,533 @@
+"""DistributedOptimizer: Horovod's own distributed optimizer, with the compression stage put in its one seam.
+
+Horovod makes its optimizer's class at run time, by copying the methods of `_DistributedOptimizer` over the user's
+optimizer class. We do the same and replace `_allreduce_grad_async`, where every gradient is sent, `synchronize` and
+`step`. Nothing of Horovod's is patched. The release is pinned: 0.28.1 is its last.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_onebit.errors import OneBitError
+from hvd_onebit.options import CompressionOptions, options_from
+from hvd_onebit.stats import Stats, ring_allreduce_bytes
+from hvd_onebit.torch.engine import FORMAT_VERSION, FROZEN_STEP, CompressionEngine
+from hvd_onebit.torch.optimizers import OneBitAdam
+from hvd_onebit.torch.transport import HorovodTransport, HostTransport
+from hvd_onebit.transport import Transport
+
+__all__ = ["DistributedOptimizer"]
+
+_SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, OneBitAdam)
+_instances: Counter[str] = Counter()  # optimizers that have stepped, by process set: part of their collectives' names
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of DistributedOptimizer that outlive it."""
+
+    named_parameters: tuple[tuple[str, Tensor], ...]
+    options: CompressionOptions
+    backward_passes_per_step: int
+    sparse_as_dense: bool
+    transport: Transport[Any] | None
+    compression: Any
+    op: Any
+    gradient_predivide_factor: float
+    groups: Any
+    process_set: Any
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = None,
+    backward_passes_per_step: int = 1,
+    op: Any = None,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+    *,
+    transport: Transport[Any] | None = None,
+    **options: Any,
+) -> Any:
+    """The optimizer, averaging over Horovod's ranks: in full precision at first, then one bit an element.
+
+    The first `freeze_step` updates are Horovod's own DistributedOptimizer at work. Then the variance is frozen and the
+    momentum travels, compressed, with error feedback (Tang et al. 2021, arXiv 2102.02888). Construction is not
+    collective; `step()` and `synchronize()` are.
+
+    After an explicit `synchronize()`, `.grad` holds what `step()` will use: the averaged gradient during warm-up, the
+    averaged momentum afterwards. Clipping there bounds exactly that. `step()` alone leaves `.grad` of compressed
+    parameters as backward made it.
+
+    Args:
+        optimizer: torch.optim.Adam, AdamW, or OneBitAdam. Its param_groups are shared, its class becomes the base.
+        named_parameters: as in Horovod, typically model.named_parameters().
+        compression: hvd.Compression for the full-precision stage; default none.
+        backward_passes_per_step: as in Horovod; one exchange and one step of the schedule for that many passes.
+        op: hvd.Average (default) or hvd.Sum.
+        gradient_predivide_factor: as in Horovod, in full precision.
+        num_groups: as in Horovod, deprecated there.
+        groups: as in Horovod, during warm-up.
+        sparse_as_dense: sum sparse gradients into dense ones; without it a sparse gradient is refused.
+        process_set: as in Horovod.
+        transport: average over this transport of `hvd_onebit.transport` instead of Horovod.
+        **options: of `hvd_onebit.options.CompressionOptions`: freeze_step, exchange, scale, block, full_precision, ...
+
+    Returns:
+        An optimizer of a subclass of the given one's class, with `synchronize()`, `skip_synchronize()` and `stats`.
+
+    Raises:
+        TypeError: the optimizer, an option or a parameter list of a kind that cannot be served.
+        ValueError: a value out of range; unnamed or doubly named parameters.
+        OneBitError: Horovod is not initialised.
+    """
+    options_given = _options_of(optimizer, options)
+    _check_optimizer(optimizer, options_given)
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step!r}")
+    if transport is None:
+        op, compression, process_set = _horovod_defaults(op, compression, process_set, gradient_predivide_factor)
+    settings = _Settings(
+        named_parameters=_named(optimizer, named_parameters),
+        options=options_given,
+        backward_passes_per_step=backward_passes_per_step,
+        sparse_as_dense=sparse_as_dense,
+        transport=transport,
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups if groups is not None else (num_groups or None),
+        process_set=process_set,
+    )
+    return _make(type(optimizer), optimizer.param_groups, optimizer.defaults, settings)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _options_of(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> CompressionOptions:
+    if not isinstance(optimizer, OneBitAdam):
+        return options_from(given)
+    options_from(given)
+    return replace(optimizer.compression_options, **given)
+
+
+def _check_optimizer(optimizer: Any, options: CompressionOptions) -> None:
+    if hasattr(type(optimizer), "_onebit_base"):
+        raise TypeError("this optimizer is distributed already: wrap it once, with one DistributedOptimizer")
+    if type(optimizer) not in _SUPPORTED:
+        names = ", ".join(cls.__name__ for cls in _SUPPORTED)
+        raise TypeError(
+            f"DistributedOptimizer serves {names}, not {type(optimizer).__name__}: the compression stage has to know the "
+            "optimizer's update rule. Use one of them, or horovod.torch.DistributedOptimizer for uncompressed training."
+        )
+    if options.freeze_step == 0:
+        raise ValueError("freeze_step=0 leaves Adam without a variance to freeze: it must be at least 1")
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ValueError("differentiable=True cannot be served: the compressed update is not differentiable")
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.is_complex():
+            raise TypeError("complex parameters cannot be compressed: train their real view (torch.view_as_real)")
+
+
+def _horovod_defaults(op: Any, compression: Any, process_set: Any, predivide: float) -> tuple[Any, Any, Any]:
+    import horovod.torch as hvd
+
+    if not hvd.is_initialized():
+        raise OneBitError("Horovod is not initialised: call hvd.init() before DistributedOptimizer")
+    op = hvd.Average if op is None else op
+    if op not in (hvd.Average, hvd.Sum):
+        raise ValueError("op must be hvd.Average or hvd.Sum: Adasum combines gradients in a way that bits cannot carry")
+    if predivide != 1.0 and op != hvd.Average:
+        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
+    process_set = hvd.global_process_set if process_set is None else process_set
+    return op, hvd.Compression.none if compression is None else compression, process_set
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> tuple[tuple[str, Tensor], ...]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if named_parameters is None:
+        return tuple(
+            (f"allreduce.noname.{i}.{j}", p)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        )
+    named = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
+        raise TypeError("named_parameters takes (name, parameter) pairs, usually model.named_parameters()")
+    twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
+    if twice:
+        raise ValueError(
+            f"parameter names must be unique, but these appear more than once: {', '.join(twice)}. With several models "
+            "give each a prefix: model.named_parameters(prefix='encoder')."
+        )
+    known = {id(p) for _, p in named}
+    unnamed = [p for p in parameters if id(p) not in known]
+    if unnamed:
+        shapes = ", ".join(str(tuple(p.shape)) for p in unnamed[:5])
+        raise ValueError(
+            f"{len(unnamed)} of the optimizer's {len(parameters)} parameters are not in named_parameters (shapes: {shapes}"
+            f"{', ...' if len(unnamed) > 5 else ''}): pass the named_parameters of every module that it trains."
+        )
+    mine = {id(p) for p in parameters}
+    return tuple((name, p) for name, p in named if id(p) in mine)
+
+
+# -- the class made at run time ----------------------------------------------------------------------------------------
+
+
+def _make(base: type, param_groups: list[dict[str, Any]], defaults: dict[str, Any], settings: _Settings) -> Any:
+    if settings.transport is not None:
+        inherited: dict[str, Any] = _methods_of(_TransportMethods)
+    else:
+        from horovod.torch.optimizer import _DistributedOptimizer
+
+        inherited = _methods_of(_DistributedOptimizer)
+    methods = {**inherited, **_methods_of(_OneBitMethods), "_onebit_base": base, "_onebit_inherited": inherited}
+    cls = type(base.__name__, (base,), methods)
+    # bookkeeping of a wrapped optimizer must not leak into a new one
+    groups = [dict(group) for group in param_groups]
+    return cls(groups, defaults, settings)
+
+
+def _methods_of(cls: type) -> dict[str, Any]:
+    return {name: value for name, value in cls.__dict__.items() if name not in ("__dict__", "__weakref__")}
+
+
+class _TransportMethods:
+    """What Horovod's class provides, over one of the core's transports: averaging when `synchronize` is called."""
+
+    def __init__(self, params: Any, settings: _Settings) -> None:
+        super(self.__class__, self).__init__(params)
+        self._parameter_names = {p: name for name, p in settings.named_parameters}
+        self._synchronized = False
+        self._should_synchronize = True
+        self.backward_passes_per_step = settings.backward_passes_per_step
+
+    def synchronize(self) -> None:
+        engine: CompressionEngine = self._onebit  # type: ignore[attr-defined]
+        live = [p for p in engine.parameters() if p.requires_grad and not engine.is_compressed(p)]
+        pending = []
+        for p in live:
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            engine.stats.count(ring_allreduce_bytes(gradient.numel() * gradient.element_size(), self._transport.size))  # type: ignore[attr-defined]
+            pending.append(self._transport.allreduce(gradient, name=self._parameter_names[p]))  # type: ignore[attr-defined]
+        for p, each in zip(live, pending, strict=True):
+            mean = each.wait()
+            p.grad = mean if self._gradient_scale == 1.0 else mean * self._gradient_scale  # type: ignore[attr-defined]
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+
+class _CountingCompression:
+    """hvd.Compression, counting what it hands to allreduce."""
+
+    def __init__(self, inner: Any, count: Callable[[int], None]) -> None:
+        self._inner = inner
+        self._count = count
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        compressed, context = self._inner.compress(tensor)
+        self._count(compressed.numel() * compressed.element_size())
+        return compressed, context
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        result: Tensor = self._inner.decompress(tensor, context)
+        return result
+
+
+class _OneBitMethods:
+    """The methods put over Horovod's (or the transport's) and the optimizer's own.
+
+    They use super(self.__class__, self) as Horovod's do: the class they end up in is made at run time and is the last.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any], settings: _Settings) -> None:
+        self._onebit: CompressionEngine | None = None
+        self._settings = settings
+        self._late_hooks: dict[Tensor, Any] = {}
+        if settings.transport is not None:
+            self._transport: Any = HostTransport(settings.transport)
+            self._gradient_scale = 1.0
+            self._inherited("__init__", params, settings)
+        else:
+            import horovod.torch as hvd
+
+            self._transport = HorovodTransport(settings.process_set)
+            included = settings.process_set.included()
+            self._gradient_scale = float(self._transport.size) if included and settings.op == hvd.Sum else 1.0
+            self._inherited(
+                "__init__",
+                params,
+                settings.named_parameters,
+                _CountingCompression(settings.compression, self._count_allreduce),
+                settings.backward_passes_per_step,
+                settings.op,
+                settings.gradient_predivide_factor,
+                settings.groups,
+                settings.sparse_as_dense,
+                settings.process_set,
+            )
+            if not included:
+                self._transport = None
+        self.defaults = dict(defaults)
+        self.compression_options = settings.options
+        if self._transport is not None:
+            self._onebit = CompressionEngine(
+                self,  # type: ignore[arg-type]
+                self._parameter_names,  # type: ignore[attr-defined]
+                settings.options,
+                self._transport,
+                gradient_scale=self._gradient_scale,
+            )
+            if settings.transport is None:
+                self._transport.named_by(lambda: _next_name(settings.process_set))
+
+    def _inherited(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._onebit_inherited[name](self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of this rank: stage, steps, bytes sent, elements compressed, steps skipped."""
+        return Stats() if self._onebit is None else self._onebit.stats
+
+    def _count_allreduce(self, num_bytes: int) -> None:
+        if self._onebit is not None:
+            self._onebit.stats.count(ring_allreduce_bytes(num_bytes, self._transport.size))
+
+    # -- Horovod's seam --
+
+    def _allreduce_grad_async(self, p: Tensor) -> Any:
+        self._make_dense(p)
+        if self._onebit is not None and self._onebit.is_compressed(p):
+            return None, None
+        return self._inherited("_allreduce_grad_async", p)
+
+    def _make_dense(self, p: Tensor) -> None:
+        if p.grad is None or not p.grad.is_sparse:
+            return
+        if not self._settings.sparse_as_dense:
+            name = self._parameter_names[p]  # type: ignore[attr-defined]
+            raise TypeError(
+                f"parameter {name!r} has a sparse gradient, which Adam cannot take: pass sparse_as_dense=True to sum it "
+                "into a dense one, or build the embedding with sparse=False"
+            )
+        p.grad = p.grad.to_dense()
+
+    def _watch(self) -> None:
+        """Keeps Horovod's lists in step with what is trained now: it looks at parameters only once, at construction."""
+        engine = self._onebit
+        assert engine is not None
+        for p in engine.parameters():
+            self._make_dense(p)
+        if self._settings.transport is not None or self._transport.size == 1:
+            return
+        if self._groups is not None and engine.stage != "warm-up":  # type: ignore[has-type]
+            self._groups = None
+        for p in engine.parameters():
+            if engine.is_compressed(p) or not p.requires_grad:
+                self._requires_update.discard(p)  # type: ignore[attr-defined]
+                self._handles.pop(p, None)  # type: ignore[attr-defined]
+                self._allreduce_delay[p] = self.backward_passes_per_step  # type: ignore[attr-defined]
+            else:
+                self._requires_update.add(p)  # type: ignore[attr-defined]
+            if p.requires_grad:
+                self._hook_late(p)
+
+    def _hook_late(self, p: Tensor) -> None:
+        """Horovod's hook for a parameter that it did not see at construction."""
+        if p not in self._hooked and p not in self._late_hooks:
+            self._allreduce_delay.setdefault(p, self.backward_passes_per_step)  # type: ignore[attr-defined]
+            self._late_hooks[p] = p.register_post_accumulate_grad_hook(self._make_hook(p))  # type: ignore[attr-defined]
+
+    def _register_hooks(self) -> None:
+        self._inherited("_register_hooks")
+        self._hooked = frozenset(self._requires_update)  # type: ignore[attr-defined]
+
+    # -- a step --
+
+    def synchronize(self) -> None:
+        """Collective: averages all gradients, so that `.grad` holds what `step()` will use."""
+        if self._onebit is None:
+            self._inherited("synchronize")
+            return
+        if not self._synchronized:
+            self._exchange()
+            self._onebit.write_gradients()
+
+    def _exchange(self) -> None:
+        assert self._onebit is not None
+        self._watch()
+        self._onebit.begin()
+        self._inherited("synchronize")
+        self._onebit.finish()
+        self._synchronized = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective: one update; averages first unless `synchronize()` has. All ranks skip it if one has a NaN."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plain_step = super(self.__class__, self).step  # type: ignore[misc]
+        if self._onebit is None:
+            plain_step()
+            return loss
+        if self._should_synchronize and not self._synchronized:  # type: ignore[has-type]
+            self._exchange()
+        if not self._synchronized:
+            raise OneBitError("step() inside skip_synchronize() needs a synchronize() before it")
+        self._synchronized = False
+        self._onebit.apply(plain_step)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; not between backward() and step() or synchronize()."""
+        if getattr(self, "_handles", None):
+            raise OneBitError(
+                "zero_grad() was called after backward() but before step() or synchronize(): gradients are under way"
+            )
+        super(self.__class__, self).zero_grad(set_to_none)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the new parameters warm up in full precision for as many updates as the others had."""
+        super(self.__class__, self).add_param_group(param_group)  # type: ignore[misc]
+        if self._onebit is None:
+            return
+        index = len(self.param_groups) - 1  # type: ignore[attr-defined]
+        group = self.param_groups[index]  # type: ignore[attr-defined]
+        given = group.get("param_names") or [f"group{index}.{j}" for j in range(len(group["params"]))]
+        for name, p in zip(given, group["params"], strict=True):
+            self._parameter_names[p] = name  # type: ignore[attr-defined]
+        self._settings = replace(
+            self._settings, named_parameters=tuple((name, p) for p, name in self._parameter_names.items())  # type: ignore[attr-defined]
+        )
+        self._onebit.initialise_state()
+
+    # -- state --
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with this rank's compression errors under "onebit". Not collective."""
+        state: dict[str, Any] = super(self.__class__, self).state_dict()  # type: ignore[misc]
+        if self._onebit is not None:
+            state["onebit"] = self._onebit.state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a checkpoint of this optimizer or of the plain one. Not collective; do it on every rank.
+
+        Raises:
+            ValueError: the checkpoint does not fit or is damaged; the optimizer is as it was.
+        """
+        saved = _check_checkpoint(state_dict, self.param_groups)  # type: ignore[attr-defined]
+        super(self.__class__, self).load_state_dict(state_dict)  # type: ignore[misc]
+        self._synchronized = False
+        self._should_synchronize = True
+        if hasattr(self, "_handles"):
+            self._handles.clear()
+            for p in self._allreduce_delay:  # type: ignore[attr-defined]
+                self._allreduce_delay[p] = self.backward_passes_per_step  # type: ignore[attr-defined]
+        if self._onebit is not None:
+            self._onebit.load(state_dict.get("onebit"), saved)
+
+    # -- copies --
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        settings = self._settings
+        if settings.process_set is not None and settings.process_set.process_set_id != 0:
+            raise TypeError("an optimizer on a process set cannot be pickled: pickle its state_dict() instead")
+        if settings.transport is not None:
+            raise TypeError("an optimizer on a transport cannot be pickled: pickle its state_dict() instead")
+        return _rebuild, self._recipe(replace(settings, process_set=None))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        settings = self._settings
+        shared = {id(each): each for each in (settings.process_set, settings.transport) if each is not None}
+        return _rebuild(*copy.deepcopy(self._recipe(settings), {**memo, **shared}))
+
+    def _recipe(self, settings: _Settings) -> tuple[Any, ...]:
+        return self._onebit_base, self.param_groups, self.defaults, settings, self.state_dict()  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> Any:
+        raise TypeError("use copy, pickle or state_dict()")
+
+
+def _rebuild(
+    base: type, param_groups: list[dict[str, Any]], defaults: dict[str, Any], settings: _Settings, state: dict[str, Any]
+) -> Any:
+    """An optimizer from its pickled parts."""
+    if settings.transport is None and settings.process_set is None:
+        op, compression, process_set = _horovod_defaults(settings.op, settings.compression, None, 1.0)
+        settings = replace(settings, op=op, compression=compression, process_set=process_set)
+    optimizer = _make(base, param_groups, defaults, settings)
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _next_name(process_set: Any) -> str:
+    key = str(process_set.process_set_id)
+    _instances[key] += 1
+    return f"onebit.{key}.{_instances[key]}"
+
+
+def _check_checkpoint(
+    state_dict: dict[str, Any], param_groups: list[dict[str, Any]]
+) -> list[dict[str, Any] | None]:
+    """The saved state of each parameter in order; raises ValueError for what does not fit."""
+    for key in ("state", "param_groups"):
+        if not isinstance(state_dict, dict) or key not in state_dict:
+            raise ValueError(f"not an optimizer's state_dict: it has no {key!r}")
+    extra = state_dict.get("onebit")
+    if extra is not None and extra.get("version", 0) > FORMAT_VERSION:
+        raise ValueError(
+            f"the checkpoint has format version {extra['version']}, this hvd_onebit reads up to {FORMAT_VERSION}: upgrade it"
+        )
+    here = [len(group["params"]) for group in param_groups]
+    there = [len(group["params"]) for group in state_dict["param_groups"]]
+    if here != there:
+        raise ValueError(f"the checkpoint has parameter groups of {there} parameters, the optimizer of {here}")
+    indices = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    parameters = itertools.chain.from_iterable(group["params"] for group in param_groups)
+    saved = []
+    for i, (index, p) in enumerate(zip(indices, parameters, strict=True)):
+        state = state_dict["state"].get(index)
+        saved.append(state)
+        for name, value in (state or {}).items():
+            if not isinstance(value, Tensor) or name == "step":
+                continue
+            if value.shape != p.shape:
+                raise ValueError(
+                    f"the checkpoint's {name} of parameter {i} has shape {tuple(value.shape)}, the parameter {tuple(p.shape)}"
+                )
+            if not bool(torch.isfinite(value).all()):
+                raise ValueError(f"the checkpoint's {name} of parameter {i} holds NaN or infinity: take an earlier one")
+    errors = (extra or {}).get("errors", {})
+    for bucket, each in errors.items():
+        for name in ("worker_error", "server_error"):
+            if each[name] is not None and not bool(torch.isfinite(each[name]).all()):
+                raise ValueError(f"the checkpoint's {name} of {bucket} holds NaN or infinity: take an earlier one")
+    return saved

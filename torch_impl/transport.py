@@ -1,0 +1,134 @@
+"""Transports for torch tensors: Horovod's collectives, or one of the core's host transports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hvd_onebit.transport import Pending, Transport
+
+if TYPE_CHECKING:
+    from horovod.common.process_sets import ProcessSet
+
+__all__ = ["HorovodTransport", "HostTransport"]
+
+
+class _Then:
+    """A pending result with a function applied to it."""
+
+    def __init__(self, wait: Callable[[], Any], convert: Callable[[Any], Any]) -> None:
+        self._wait = wait
+        self._convert = convert
+
+    def wait(self) -> Any:
+        return self._convert(self._wait())
+
+
+class HorovodTransport:
+    """horovod.torch's collectives on a process set, under fixed names.
+
+    The names' prefix is chosen when the first collective runs: ranks run collectives in the same order, but may
+    construct optimizers that they never use.
+    """
+
+    def __init__(self, process_set: ProcessSet) -> None:
+        import horovod.torch as hvd
+
+        self._hvd = hvd
+        self._process_set = process_set
+        self._prefix: str | None = None
+        self._make_prefix: Callable[[], str] = lambda: "onebit"
+
+    def named_by(self, make_prefix: Callable[[], str]) -> None:
+        """Sets what gives the prefix when it is first needed."""
+        self._make_prefix = make_prefix
+
+    @property
+    def rank(self) -> int:
+        return int(self._process_set.rank())
+
+    @property
+    def size(self) -> int:
+        return int(self._process_set.size())
+
+    def alltoall(
+        self, message: Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
+    ) -> Pending[Tensor]:
+        splits = torch.tensor(list(send_bytes), dtype=torch.int32)
+        handle = self._hvd.alltoall_async(message, splits, name=self._named(name), process_set=self._process_set)
+        return self._pending(handle, lambda result: result[0])
+
+    def allgather(self, message: Tensor, receive_bytes: Sequence[int], *, name: str) -> Pending[Tensor]:
+        handle = self._hvd.allgather_async(message, name=self._named(name), process_set=self._process_set)
+        return self._pending(handle, lambda gathered: gathered)
+
+    def allreduce(self, values: Tensor, *, name: str) -> Pending[Tensor]:
+        handle = self._hvd.allreduce_async(
+            values, op=self._hvd.Average, name=self._named(name), process_set=self._process_set
+        )
+        return self._pending(handle, lambda mean: mean)
+
+    def allgather_bytes(self, data: bytes, *, name: str) -> Pending[list[bytes]]:
+        # lengths travel in front, so that one collective serves messages of any length
+        framed = len(data).to_bytes(4, "little") + data
+        message = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        handle = self._hvd.allgather_async(message, name=self._named(name), process_set=self._process_set)
+        return self._pending(handle, lambda gathered: _split_frames(gathered.numpy().tobytes()))
+
+    def _named(self, name: str) -> str:
+        if self._prefix is None:
+            self._prefix = self._make_prefix()
+        return f"{self._prefix}.{name}"
+
+    def _pending(self, handle: int, convert: Callable[[Any], Any]) -> Pending[Any]:
+        return _Then(lambda: self._hvd.synchronize(handle), convert)
+
+
+def _split_frames(framed: bytes) -> list[bytes]:
+    parts = []
+    while framed:
+        end = 4 + int.from_bytes(framed[:4], "little")
+        parts.append(framed[4:end])
+        framed = framed[end:]
+    return parts
+
+
+class HostTransport:
+    """One of the core's transports (`local.py`, `mpi.py`) for torch tensors, which pass through host memory."""
+
+    def __init__(self, inner: Transport[Any]) -> None:
+        self._inner = inner
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def size(self) -> int:
+        return self._inner.size
+
+    def alltoall(
+        self, message: Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
+    ) -> Pending[Tensor]:
+        pending = self._inner.alltoall(message.cpu().numpy(), send_bytes, receive_bytes, name=name)
+        return _Then(pending.wait, _tensor_on(message.device))
+
+    def allgather(self, message: Tensor, receive_bytes: Sequence[int], *, name: str) -> Pending[Tensor]:
+        pending = self._inner.allgather(message.cpu().numpy(), receive_bytes, name=name)
+        return _Then(pending.wait, _tensor_on(message.device))
+
+    def allreduce(self, values: Tensor, *, name: str) -> Pending[Tensor]:
+        # NumPy has no bfloat16: half precision is averaged as float32
+        wide = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+        pending = self._inner.allreduce(wide.contiguous().cpu().numpy(), name=name)
+        return _Then(pending.wait, lambda mean: torch.from_numpy(mean).to(values.device, values.dtype))
+
+    def allgather_bytes(self, data: bytes, *, name: str) -> Pending[list[bytes]]:
+        return self._inner.allgather_bytes(data, name=name)
+
+
+def _tensor_on(device: torch.device) -> Callable[[Any], Tensor]:
+    return lambda array: torch.from_numpy(array).to(device)
