@@ -1,0 +1,169 @@
+"""Runs a script on several ranks under the real launchers, with a time limit and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["LAUNCHERS", "Completed", "rank_environment", "run_horovod"]
+
+LAUNCHERS = ("gloo", "mpi", "mpirun")
+"""horovodrun --gloo, horovodrun --mpi, and Open MPI's own mpirun."""
+
+_MARK = "HVD_ONEBIT_TEST_RUN"  # in the environment of everything that a launcher starts
+_RANK_LINE = re.compile(r"\[(?:1,)?(\d+)\]<(stdout|stderr)>: ?(.*)")
+_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Completed:
+    """What a launch left.
+
+    Attributes:
+        args: the whole command.
+        returncode: the launcher's exit status; None when it was ended for taking too long.
+        output: all that the launcher and the ranks wrote.
+        ranks: each rank's own lines, standard output and error together, without the launcher's prefix.
+        seconds: how long it took.
+    """
+
+    args: tuple[str, ...]
+    returncode: int | None
+    output: str
+    ranks: tuple[str, ...]
+    seconds: float
+
+    @property
+    def timed_out(self) -> bool:
+        return self.returncode is None
+
+    def check(self) -> Completed:
+        """This, if every rank ended well; else AssertionError with the output."""
+        if self.returncode != 0:
+            how = "ran past its time limit" if self.timed_out else f"ended with status {self.returncode}"
+            raise AssertionError(f"{' '.join(self.args)} {how}:\n{self.output[-20000:]}")
+        return self
+
+
+def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for ranks: this interpreter's commands first on PATH, one thread a rank.
+
+    Open MPI asks root twice whether this is meant; and two ranks must start on a machine with one core.
+    """
+    environment = dict(os.environ)
+    commands = str(Path(sys.executable).parent)
+    environment["PATH"] = os.pathsep.join([commands, environment.get("PATH", os.defpath)])
+    if os.geteuid() == 0:
+        environment["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
+        environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    environment["OMPI_MCA_btl_vader_single_copy_mechanism"] = "none"  # where ptrace is forbidden it only warns
+    environment["OMP_NUM_THREADS"] = "1"
+    environment.update(extra or {})
+    return environment
+
+
+def run_horovod(
+    script: str | Path,
+    np: int,
+    *args: str,
+    launcher: str = "gloo",
+    timeout: float = 60.0,
+    cwd: str | Path,
+    env: Mapping[str, str] | None = None,
+    prefix: tuple[str, ...] = (),
+) -> Completed:
+    """Runs `python script args...` on `np` ranks of this machine.
+
+    Whatever of it is left when this returns or raises was ended: launchers give ranks sessions of their own, so all
+    processes that carry this run's mark in their environment are.
+
+    Args:
+        script: the Python file.
+        np: number of ranks.
+        *args: the script's arguments.
+        launcher: one of `LAUNCHERS`.
+        timeout: seconds until everything is ended.
+        cwd: folder to run in.
+        env: variables on top of `rank_environment()`.
+        prefix: a command to run the launcher under, such as ("unshare", "-n").
+    """
+    commands = {
+        "gloo": ["horovodrun", "-np", str(np), "--gloo"],
+        "mpi": ["horovodrun", "-np", str(np), "--mpi"],
+        "mpirun": ["mpirun", "--oversubscribe", "--tag-output", "-np", str(np)],
+    }
+    command = (*prefix, *commands[launcher], sys.executable, str(script), *args)
+    mark = uuid.uuid4().hex
+    environment = {**rank_environment(env), _MARK: mark}
+    start = time.monotonic()
+    returncode: int | None = None
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        cwd=cwd,
+        start_new_session=True,
+    )
+    try:
+        try:
+            written, _ = process.communicate(timeout=timeout)
+            returncode = process.returncode
+        except subprocess.TimeoutExpired:
+            _end(process, mark)
+            written, _ = process.communicate()
+    finally:
+        _end(process, mark)
+    output = written.decode(errors="replace").replace("\r\n", "\n")
+    return Completed(command, returncode, output, _by_rank(output, np), time.monotonic() - start)
+
+
+def _by_rank(output: str, size: int) -> tuple[str, ...]:
+    lines: list[list[str]] = [[] for _ in range(size)]
+    for line in output.splitlines():
+        match = _RANK_LINE.match(line)
+        if match and int(match.group(1)) < size:
+            lines[int(match.group(1))].append(match.group(3))
+    return tuple("\n".join(each) for each in lines)
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Ends the launcher's group, gently first, and then all that carries the mark."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signum)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
+    for _ in range(50):
+        left = _marked(mark)
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _marked(mark: str) -> list[int]:
+    """Live processes with this run's mark in their environment."""
+    wanted = f"{_MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
