@@ -67,6 +67,9 @@ class CompressionOptions:
                 f"{self.full_precision!r}; write [{self.full_precision!r}]"
             )
         object.__setattr__(self, "full_precision", tuple(self.full_precision))
+        for name in self.full_precision:
+            if not isinstance(name, str):
+                raise TypeError(f"full_precision takes parameter names or patterns, not {name!r}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
