@@ -217,7 +217,7 @@ def test_ones_come_back_as_exactly_one(size: int, algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("size", "block"), [(1, 2048), (2, 2048), (3, 2048), (2, "tensor"), (3, 8), (4, 100)])
 def test_the_error_telescopes_over_300_steps(size: int, algorithm: str, block: int | str) -> None:
-    """sum of results + server error + mean worker error = sum of mean inputs, to float32 rounding of each step."""
+    """Sum of results + server error + mean worker error = sum of mean inputs, to float32 rounding of each step."""
     options = CompressionOptions(exchange=algorithm, block=block)
     steps = 300
 
