@@ -97,8 +97,10 @@ def apply(
         if variance is None:
             x = x - np.float32(step_size) * m
         else:
-            denominator = np.sqrt(variance[part]) / np.float32(variance_correction) + np.float32(eps)
-            direction: _Floats = m / denominator
+            denominator: _Floats = np.sqrt(variance[part])
+            denominator /= np.float32(variance_correction)
+            denominator += np.float32(eps)
+            direction: _Floats = np.divide(m, denominator)
             x = x - np.float32(step_size) * direction
             if hold:
                 moving = variance[part] != 0

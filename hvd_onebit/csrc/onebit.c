@@ -121,28 +121,34 @@ static void absorb_plain(float *restrict z, float divisor, const float *restrict
  * is NULL. i is a multiple of 8. */
 static void feed_back_plain(const float *restrict z, float *restrict error, const float *restrict live, size_t i,
                             size_t count, float scale, uint8_t *restrict bits) {
+    const float values[2] = {-scale, scale}; /* looked up, as branches on random signs are mispredicted */
     for (; i < count; i += 8) {
-        size_t end = smaller(i + 8, count);
+        const size_t width = smaller(8, count - i);
         unsigned byte = 0xFF;
-        for (size_t k = i; k < end; k++) {
-            int positive = z[k] >= 0.0f;
-            if (!positive) byte &= ~(1u << (k - i));
-            if (error != NULL && (live == NULL || live[k] != 0.0f)) error[k] = z[k] - (positive ? scale : -scale);
-        }
+        for (size_t k = 0; k < width; k++) byte ^= (unsigned)!(z[i + k] >= 0.0f) << k;
         bits[i / 8] = (uint8_t)byte;
+        if (error == NULL) continue;
+        for (size_t k = 0; k < width; k++) {
+            const float rest = z[i + k] - values[byte >> k & 1];
+            if (live == NULL || live[i + k] != 0.0f) error[i + k] = rest;
+        }
     }
 }
 
-/* z = ((z or nothing) + ±scales[0]) + ±scales[1] + ...: starts from nothing unless go_on. 1 <= num <= GROUP. */
+/* z = ((z or nothing) + ±scales[0]) + ±scales[1] + ...: starts from nothing unless go_on. 1 <= num <= GROUP. i is a
+ * multiple of 8. */
 static void sum_signs_plain(const uint8_t *const *bits, const float *scales, size_t num, int go_on, float *restrict z,
                             size_t i, size_t count) {
-    for (; i < count; i++) {
-        float sum = go_on ? z[i] : 0.0f;
+    for (; i < count; i += 8) {
+        const size_t width = smaller(8, count - i);
+        float sums[8] = {-0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f}; /* -0 + x is x, for x = -0 too */
+        if (go_on) memcpy(sums, z + i, width * sizeof(float));
         for (size_t r = 0; r < num; r++) {
-            float value = bits[r][i / 8] >> (i % 8) & 1 ? scales[r] : -scales[r];
-            sum = r == 0 && !go_on ? value : sum + value;
+            const unsigned byte = bits[r][i / 8];
+            const float values[2] = {-scales[r], scales[r]};
+            for (unsigned k = 0; k < 8; k++) sums[k] = sums[k] + values[byte >> k & 1];
         }
-        z[i] = sum;
+        memcpy(z + i, sums, width * sizeof(float));
     }
 }
 
@@ -260,17 +266,16 @@ TARGET_AVX512 static void absorb_avx512(float *z, float divisor, const float *er
                                         enum onebit_scale kind, double *lanes) {
     const __m512 divisors = _mm512_set1_ps(divisor);
     __m512d sum = _mm512_loadu_pd(lanes);
-    for (size_t i = 0; i < count; i += 16) {
-        /* Lanes beyond the end are +0 and add nothing. */
-        __mmask16 inside = first_lanes(count - i);
-        __m512 value = _mm512_maskz_loadu_ps(inside, z + i);
+    size_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        __m512 value = _mm512_loadu_ps(z + i);
         if (divisor != 1.0f) value = _mm512_div_ps(value, divisors);
-        if (error != NULL) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(inside, error + i));
+        if (error != NULL) value = _mm512_add_ps(value, _mm512_loadu_ps(error + i));
         if (live != NULL) {
-            __m512 alive = _mm512_maskz_loadu_ps(inside, live + i);
-            value = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(alive, _mm512_setzero_ps(), _CMP_NEQ_UQ), value);
+            const __mmask16 alive = _mm512_cmp_ps_mask(_mm512_loadu_ps(live + i), _mm512_setzero_ps(), _CMP_NEQ_UQ);
+            value = _mm512_maskz_mov_ps(alive, value);
         }
-        _mm512_mask_storeu_ps(z + i, inside, value);
+        _mm512_storeu_ps(z + i, value);
         if (kind == ONEBIT_MEAN) value = _mm512_abs_ps(value);
         __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(value));
         __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(value, 1));
@@ -281,26 +286,28 @@ TARGET_AVX512 static void absorb_avx512(float *z, float divisor, const float *er
         sum = _mm512_add_pd(_mm512_add_pd(sum, low), high);
     }
     _mm512_storeu_pd(lanes, sum);
+    absorb_plain(z, divisor, error, live, i, count, kind, lanes);
 }
 
 TARGET_AVX512 static void feed_back_avx512(const float *z, float *error, const float *live, size_t count, float scale,
                                            uint8_t *bits) {
     const __m512 zero = _mm512_setzero_ps(), plus = _mm512_set1_ps(scale), minus = _mm512_set1_ps(-scale);
-    for (size_t i = 0; i < count; i += 16) {
-        /* Lanes beyond the end are 0, so that their bits, the pad bits, are 1. */
-        __mmask16 inside = first_lanes(count - i);
-        __m512 value = _mm512_maskz_loadu_ps(inside, z + i);
-        __mmask16 positive = _mm512_cmp_ps_mask(value, zero, _CMP_GE_OQ);
-        uint16_t word = (uint16_t)positive;
-        memcpy(bits + i / 8, &word, count - i > 8 ? 2 : 1);
+    size_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m512 value = _mm512_loadu_ps(z + i);
+        const __mmask16 positive = _mm512_cmp_ps_mask(value, zero, _CMP_GE_OQ);
+        const uint16_t word = (uint16_t)positive;
+        memcpy(bits + i / 8, &word, sizeof word);
         if (error != NULL) {
             __m512 rest = _mm512_sub_ps(value, _mm512_mask_blend_ps(positive, minus, plus));
             if (live != NULL) {
-                inside = _mm512_mask_cmp_ps_mask(inside, _mm512_maskz_loadu_ps(inside, live + i), zero, _CMP_NEQ_UQ);
+                const __mmask16 alive = _mm512_cmp_ps_mask(_mm512_loadu_ps(live + i), zero, _CMP_NEQ_UQ);
+                rest = _mm512_mask_blend_ps(alive, _mm512_loadu_ps(error + i), rest);
             }
-            _mm512_mask_storeu_ps(error + i, inside, rest);
+            _mm512_storeu_ps(error + i, rest);
         }
     }
+    feed_back_plain(z, error, live, i, count, scale, bits);
 }
 
 TARGET_AVX512 static void sum_signs_avx512(const uint8_t *const *bits, const float *scales, size_t num, int go_on,
