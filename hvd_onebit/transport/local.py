@@ -115,7 +115,7 @@ class LocalTransport:
             total = all_values[0].copy()
             for other in all_values[1:]:
                 total += other
-            return total / total.dtype.type(size)
+            return np.asarray(total / total.dtype.type(size))  # dividing an array without dimensions gives a scalar
 
         return self._start(name, values.copy(), combine)
 

@@ -68,10 +68,15 @@ class MPITransport:
 
     def allreduce(self, values: HostArray, *, name: str) -> _MPIPending:
         # MPI has no half precision: float16 is summed as float32
-        wide = np.ascontiguousarray(values, np.float32 if values.dtype == np.float16 else values.dtype)
+        wide = np.asarray(values, np.float32 if values.dtype == np.float16 else values.dtype, order="C")
         total = np.empty_like(wide)
         request = self._comm.Iallreduce(wide, total, op=self._MPI.SUM)
-        return _MPIPending(request, lambda: (total / total.dtype.type(self.size)).astype(values.dtype), wide, total)
+
+        def mean() -> HostArray:
+            # dividing an array without dimensions gives a scalar
+            return np.asarray(total / total.dtype.type(self.size), values.dtype)
+
+        return _MPIPending(request, mean, wide, total)
 
     def allgather_bytes(self, data: bytes, *, name: str) -> _MPIPending:
         lengths = self._comm.allgather(len(data))
