@@ -250,7 +250,7 @@ def _state_of(optimizer: Any, params: list[torch.nn.Parameter]) -> list[dict[str
 def test_amsgrad_maximize_and_bias_correction_act_in_both_stages(
     amsgrad: bool, maximize: bool, bias_correction: bool
 ) -> None:
-    """A parameter moves by lr * m / (sqrt(v) + eps) of the numbers that the state holds, each with its own correction."""
+    """A parameter moves by lr * m / (sqrt(v) + eps), of the state's own numbers with their corrections."""
     freeze_step, lr = 3, 0.01
 
     def work(transport: LocalTransport) -> None:
