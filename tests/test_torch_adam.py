@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import hvd_onebit.torch as onebit
 import numpy as np
 import pytest
 import torch
@@ -24,6 +23,7 @@ from torch_training import (
     train,
 )
 
+import hvd_onebit.torch as onebit
 from hvd_onebit import reference
 from hvd_onebit.layout import Bucket, cut_chunks
 from hvd_onebit.transport.local import LocalTransport

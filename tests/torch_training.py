@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import hvd_onebit.torch as onebit
 import torch
 from torch import Tensor
 
+import hvd_onebit.torch as onebit
 from hvd_onebit.transport.local import LocalTransport, run_ranks
 
 __all__ = [
