@@ -28,6 +28,7 @@ def digest(fields: Fields) -> bytes:
 
 
 def encode_fields(fields: Fields) -> bytes:
+    """JSON-able fields as bytes, in one way."""
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -61,7 +62,9 @@ def _join(ranks: Sequence[int]) -> str:
 
 def _shown(value: Any, most: int = 160) -> str:
     text = json.dumps(value)
-    return text if len(text) <= most else f"{text[:most]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
+    return (
+        text if len(text) <= most else f"{text[:most]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
+    )
 
 
 class Agreement:

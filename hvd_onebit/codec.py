@@ -57,7 +57,7 @@ class Codec(Protocol[Array]):
     def scales_finite(self, messages: Sequence[Array], *, num_elements: int, block: int) -> bool: ...
 
     def restore(self, error: Array, sent: Array, given: Array, live: Array | None) -> None:
-        """error <- (error + sent) - given in place, where `sent` is finite and the coordinate is live."""
+        """Error <- (error + sent) - given in place, where `sent` is finite and the coordinate is live."""
         ...
 
     def to_bytes(self, message: Array) -> bytes:

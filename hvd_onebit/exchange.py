@@ -148,9 +148,7 @@ class CompressedAllreduce(Generic[Array]):
         """Takes the gathered bytes; False when some rank's gradient was not finite, the same answer on every rank."""
         self._gathered = gathered
         return all(
-            self._codec.scales_finite(
-                self.messages(piece), num_elements=piece.num_elements, block=piece.block
-            )
+            self._codec.scales_finite(self.messages(piece), num_elements=piece.num_elements, block=piece.block)
             for piece in self.pieces(0, self.bucket.num_elements)
         )
 
@@ -208,10 +206,7 @@ class CompressedAllreduce(Generic[Array]):
 
     def _from_each_rank(self, received: Array, byte_start: int, byte_stop: int) -> list[Array]:
         stride = self._own_chunk.num_bytes
-        return [
-            received[i * stride + byte_start : i * stride + byte_stop]
-            for i in range(self.size)
-        ]
+        return [received[i * stride + byte_start : i * stride + byte_stop] for i in range(self.size)]
 
     def messages(self, piece: Piece) -> list[Array]:
         """The gathered messages of one piece, in rank order."""
@@ -234,7 +229,10 @@ class CompressedAllreduce(Generic[Array]):
                 low, high = max(start, segment.start), min(stop, segment.stop)
                 if low < high:
                     ranges = tuple(
-                        (base + i * chunk.num_bytes + segment.byte_start, base + i * chunk.num_bytes + segment.byte_stop)
+                        (
+                            base + i * chunk.num_bytes + segment.byte_start,
+                            base + i * chunk.num_bytes + segment.byte_stop,
+                        )
                         for i in range(copies)
                     )
                     yield Piece(

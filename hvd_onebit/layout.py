@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from hvd_onebit.wire import message_num_bytes
 
@@ -45,7 +45,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a bucket as one wire message at bytes [byte_start, byte_stop) of its chunk's message."""
+    """Elements [start, stop) of a bucket: one wire message, at bytes [byte_start, byte_stop) of its chunk's."""
 
     start: int
     stop: int
@@ -109,7 +109,7 @@ def cut_chunks(bucket: Bucket, num_chunks: int, block: int | str) -> tuple[Chunk
     if num_chunks > 1:
         per_chunk = -(-per_chunk // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
     cuts = [min(i * per_chunk, bucket.num_elements) for i in range(num_chunks + 1)]
-    return tuple(_chunk(bucket, start, stop, block) for start, stop in zip(cuts[:-1], cuts[1:], strict=True))
+    return tuple(_chunk(bucket, start, stop, block) for start, stop in pairwise(cuts))
 
 
 def _chunk(bucket: Bucket, start: int, stop: int, block: int | str) -> Chunk:

@@ -7,12 +7,13 @@ import logging
 from hvd_onebit.schedule import delay_of
 from hvd_onebit.stats import Stats
 
-__all__ = ["backs_to_warm_up", "dropped_errors", "frozen", "nothing_to_compress", "one_rank", "skipped", "started"]
+__all__ = ["back_to_warm_up", "dropped_errors", "frozen", "nothing_to_compress", "one_rank", "skipped", "started"]
 
 log = logging.getLogger("hvd_onebit")
 
 
 def one_rank() -> None:
+    """Said once, when there is nobody to exchange gradients with."""
     log.warning("one rank: there is nothing to send, so nothing is compressed; the optimizer runs uncompressed")
 
 
@@ -20,39 +21,66 @@ def started(freeze_step: int | str, beta2: float) -> None:
     """Said once, when training starts in the warm-up stage on several ranks."""
     memory = delay_of(beta2)
     if freeze_step == "auto":
-        log.info("warm-up in full precision; compression starts when the variance has settled (after %d steps at "
-                 "the earliest)", 2 * memory)
+        log.info(
+            "warm-up in full precision; compression starts when the variance has settled (after %d steps at "
+            "the earliest)",
+            2 * memory,
+        )
         return
     assert isinstance(freeze_step, int)
     log.info("warm-up: %d steps in full precision, then compression", freeze_step)
     if freeze_step * 10 < memory:
-        log.warning("freeze_step=%d is early: with beta2=%g the variance remembers about %d steps, and it is frozen as it "
-                    "stands after %d; watch the loss, or use a later freeze_step, a smaller beta2 or \"auto\"",
-                    freeze_step, beta2, memory, freeze_step)
+        log.warning(
+            "freeze_step=%d is early: with beta2=%g the variance remembers about %d steps, and it is frozen as it "
+            'stands after %d; watch the loss, or use a later freeze_step, a smaller beta2 or "auto"',
+            freeze_step,
+            beta2,
+            memory,
+            freeze_step,
+        )
 
 
 def nothing_to_compress(reason: str) -> None:
+    """Said once, when the user's own options leave nothing for compression."""
     log.warning("compression was asked for but nothing will be compressed: %s", reason)
 
 
 def frozen(stats: Stats, names_in_full_precision: list[str]) -> None:
-    log.info("step %d: variance frozen, compression starts: %d elements as one bit, %d in full precision%s; dead "
-             "coordinates (variance zero): %d, lifted by the floor: %d",
-             stats.step, stats.compressed_elements, stats.full_precision_elements,
-             f" ({', '.join(names_in_full_precision[:8])}{', ...' if len(names_in_full_precision) > 8 else ''})"
-             if names_in_full_precision else "",
-             stats.dead_elements, stats.floored_elements)
+    """Said at every freeze."""
+    log.info(
+        "step %d: variance frozen, compression starts: %d elements as one bit, %d in full precision%s; dead "
+        "coordinates (variance zero): %d, lifted by the floor: %d",
+        stats.step,
+        stats.compressed_elements,
+        stats.full_precision_elements,
+        f" ({', '.join(names_in_full_precision[:8])}{', ...' if len(names_in_full_precision) > 8 else ''})"
+        if names_in_full_precision
+        else "",
+        stats.dead_elements,
+        stats.floored_elements,
+    )
 
 
-def backs_to_warm_up(frozen_step: int, freeze_step: int | str, step: int) -> None:
-    log.warning("this state was frozen at step %d, but freeze_step=%s lies after step %d: back to warm-up in full "
-                "precision until then", frozen_step, freeze_step, step)
+def back_to_warm_up(frozen_step: int, freeze_step: int | str, step: int) -> None:
+    """Said when a restored state is thawed."""
+    log.warning(
+        "this state was frozen at step %d, but freeze_step=%s lies after step %d: back to warm-up in full "
+        "precision until then",
+        frozen_step,
+        freeze_step,
+        step,
+    )
 
 
 def dropped_errors(reason: str) -> None:
-    log.warning("compression errors of the checkpoint were dropped (%s): a rounding's worth of gradient is lost, "
-                "training goes on", reason)
+    """Said when a checkpoint's compression errors cannot be used here."""
+    log.warning(
+        "compression errors of the checkpoint were dropped (%s): a rounding's worth of gradient is lost, "
+        "training goes on",
+        reason,
+    )
 
 
 def skipped(step: int, in_a_row: int) -> None:
+    """Said at every skipped step."""
     log.warning("step %d skipped on all ranks: a gradient was NaN or infinite (%d in a row)", step, in_a_row)

@@ -15,6 +15,7 @@ AUTO = "auto"
 _CHOICES = {
     "exchange": (AUTO, "one_shot", "two_phase"),
     "scale": ("rms", "mean"),
+    "space": ("momentum", "update"),
     "dead": ("floor", "hold"),
 }
 
@@ -32,6 +33,8 @@ class CompressionOptions:
             them), or "auto": one_shot for two ranks, where it costs the same bytes and half the latency.
         scale: "rms" (||z||_2/sqrt(d), the 1-bit Adam paper) or "mean" (||z||_1/d, the 0/1 Adam paper).
         block: elements that share one scale, or "tensor" for one scale a tensor.
+        space: "momentum" sends the momentum, as the papers do; "update" sends it divided by the root of the frozen
+            variance, so that all coordinates have comparable magnitude (Adam only).
         dead: "floor" lifts the frozen variance to `variance_floor` times its tensor's mean; "hold" keeps coordinates
             whose variance is zero exactly where they are.
         variance_floor: the floor's height, relative to the mean of the tensor's variance; 0 for none.
@@ -50,6 +53,7 @@ class CompressionOptions:
     exchange: str = AUTO
     scale: str = "rms"
     block: int | str = 2048
+    space: str = "momentum"
     dead: str = "floor"
     variance_floor: float = 0.01
     error_feedback: bool = True
@@ -83,7 +87,9 @@ class CompressionOptions:
         for name, least in (("min_elements", 0), ("bucket_elements", 1), ("max_skipped_steps", 1), ("check_every", 0)):
             _check_int(name, getattr(self, name), least)
         if not 0.0 <= self.variance_floor < 1.0:
-            raise ValueError(f"variance_floor is a fraction of the mean variance in [0, 1), not {self.variance_floor!r}")
+            raise ValueError(
+                f"variance_floor is a fraction of the mean variance in [0, 1), not {self.variance_floor!r}"
+            )
         if not 0.0 < self.freeze_threshold <= 1.0:
             raise ValueError(f"freeze_threshold must be in (0, 1], not {self.freeze_threshold!r}")
 

@@ -11,14 +11,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["AdamStep", "adam_step", "adam_update", "bias_correction"]
+__all__ = [
+    "AdamStep",
+    "LambFactors",
+    "adam_step",
+    "adam_update",
+    "average_coefficient",
+    "bias_correction",
+    "denominator",
+    "implied_gradient",
+    "lamb_coefficient",
+    "lamb_factor",
+    "lamb_scalings",
+    "true_average",
+]
 
 Array = TypeVar("Array", bound=Any)
 
 
 def bias_correction(beta: float, steps: float) -> float:
     """1 - beta**steps, by which an exponential average that started at zero is divided (Kingma and Ba 2015)."""
-    return 1.0 - beta**steps
+    return 1.0 - float(beta**steps)
 
 
 @dataclass(frozen=True)
@@ -63,10 +76,90 @@ def adam_step(
     return AdamStep(lr / first, eps, second, 1.0 - lr * decoupled_weight_decay)
 
 
+def denominator(variance: Array, numbers: AdamStep, sqrt: Callable[[Array], Array]) -> Array:
+    """sqrt(v)/correction + eps."""
+    root: Array = sqrt(variance) / numbers.variance_correction + numbers.eps
+    return root
+
+
 def adam_update(
     parameter: Array, momentum: Array, variance: Array, numbers: AdamStep, sqrt: Callable[[Array], Array]
 ) -> Array:
     """The new value of `parameter`, in the arrays' own precision; the arguments are not written."""
-    update = momentum / (sqrt(variance) / numbers.variance_correction + numbers.eps)
+    update = momentum / denominator(variance, numbers, sqrt)
     decayed = parameter * numbers.decay if numbers.decay != 1.0 else parameter
-    return decayed - update * numbers.step_size
+    new: Array = decayed - update * numbers.step_size
+    return new
+
+
+# LAMB: You et al. 2020, arXiv 1904.00962; 1-bit LAMB: Li et al. 2021, arXiv 2104.06069, algorithm 1
+
+
+@dataclass(frozen=True)
+class LambFactors:
+    """Bounds of 1-bit LAMB's numbers: the coefficient c of a tensor and the factor r that follows the variance."""
+
+    max_coeff: float = 10.0
+    min_coeff: float = 0.01
+    coeff_beta: float = 0.9
+    factor_max: float = 4.0
+    factor_min: float = 0.5
+    factor_threshold: float = 0.1
+
+
+def lamb_coefficient(parameter_norm: float, update_norm: float, factors: LambFactors) -> float | None:
+    """LAMB's trust ratio c = clip(||x||/||u||, min_coeff, max_coeff); None (and c counts as 1) when a norm is 0."""
+    if parameter_norm == 0.0 or update_norm == 0.0:
+        return None
+    return min(max(parameter_norm / update_norm, factors.min_coeff), factors.max_coeff)
+
+
+def average_coefficient(average: float, coefficient: float, coeff_beta: float) -> float:
+    """c_avg <- b3*c_avg + (1-b3)*c; it starts at 0, `true_average` corrects that."""
+    return coeff_beta * average + (1.0 - coeff_beta) * coefficient
+
+
+def true_average(average: float, updates: int, coeff_beta: float) -> float:
+    """c_avg without the bias of its start at 0, so that an early freeze freezes the right coefficient; 1 before any."""
+    return average / bias_correction(coeff_beta, updates) if updates else 1.0
+
+
+def lamb_scalings(momentum_rms: list[float]) -> list[float]:
+    """k_l = Q/q_l with q_l = rms(m_l) and Q their mean over tensors with q_l > 0; 1 where q_l = 0."""
+    moving = [rms for rms in momentum_rms if rms > 0.0]
+    if not moving:
+        return [1.0] * len(momentum_rms)
+    mean = sum(moving) / len(moving)
+    return [mean / rms if rms > 0.0 else 1.0 for rms in momentum_rms]
+
+
+def implied_gradient(momentum: Array, previous: Array, beta1: float) -> Array:
+    """g~ = (m_t - b1*m_{t-1})/(1-b1): the averaged gradient that the averaged momentum implies."""
+    gradient: Array = (momentum - previous * beta1) / (1.0 - beta1)
+    return gradient
+
+
+def lamb_factor(
+    largest_ratio: float,
+    last_factor: float,
+    factors: LambFactors,
+    *,
+    direction_norm: float | None = None,
+    update_norm: float | None = None,
+) -> float:
+    """r, by which the frozen coefficient is corrected for the variance having moved on.
+
+    Args:
+        largest_ratio: max over coordinates of (sqrt(V)+eps)/(sqrt(v')+eps), V frozen, v' fresh.
+        last_factor: the previous step's r, 1 at the freeze.
+        factors: the bounds.
+        direction_norm: ||m/(sqrt(V)+eps)||; needed with weight decay only.
+        update_norm: ||u||, u with the weight decay; needed with weight decay only.
+    """
+    r = largest_ratio
+    if update_norm is not None and direction_norm is not None:
+        share = min(1.0, direction_norm / update_norm) if update_norm > 0.0 else 1.0
+        r = r * share + 1.0 - share
+    r = min(max(r, factors.factor_min), factors.factor_max)
+    low, high = (1.0 - factors.factor_threshold) * last_factor, (1.0 + factors.factor_threshold) * last_factor
+    return min(max(r, low), high)

@@ -1,6 +1,6 @@
-"""When to freeze the variance: after a fixed number of updates, or when it has settled.
+"""When to freeze the variance, when to update it (0/1 Adam), when to synchronise (0/1 Adam).
 
-The automatic rule is the 1-bit Adam paper's (Tang et al. 2021, arXiv 2102.02888, section 7.1): freeze once
+The automatic freeze is the 1-bit Adam paper's (Tang et al. 2021, arXiv 2102.02888, section 7.1): freeze once
 ||v_t||_1 / ||v_{t-D}||_1 >= 0.96 with D = round(1/(1-beta2)). Two things are added. v is taken with its bias corrected,
 since the raw v starts at zero and the ratio would pass at once; and the rule waits until the learning rate has stopped
 rising for D updates, since the paper freezes only after the learning rate's own warm-up.
@@ -8,17 +8,18 @@ rising for D updates, since the paper freezes only after the learning rate's own
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from hvd_onebit.options import AUTO, CompressionOptions
 
-__all__ = ["FreezeSchedule", "delay_of", "stride_of"]
+__all__ = ["FreezeSchedule", "SyncSchedule", "VarianceSchedule", "delay_of", "stride_of"]
 
 
-def delay_of(beta2: float) -> int:
-    """D = round(1/(1-beta2)), the memory of the variance in updates."""
-    return max(1, round(1.0 / (1.0 - beta2)))
+def delay_of(beta: float) -> int:
+    """D = round(1/(1-beta)), the memory of an exponential average in updates; beta is beta2 for the variance."""
+    return max(1, round(1.0 / (1.0 - beta)))
 
 
 def stride_of(delay: int) -> int:
@@ -34,9 +35,9 @@ class FreezeSchedule:
     every rank. `state()` and `load()` carry it through a checkpoint.
     """
 
-    def __init__(self, options: CompressionOptions, beta2: float) -> None:
+    def __init__(self, options: CompressionOptions, beta: float) -> None:
         self._options = options
-        self._delay = delay_of(beta2)
+        self._delay = delay_of(beta)
         self._stride = stride_of(self._delay)
         self._norms: dict[int, float] = {}
         self._highest_lr = 0.0
@@ -46,31 +47,39 @@ class FreezeSchedule:
     def is_automatic(self) -> bool:
         return self._options.freeze_step == AUTO
 
-    def should_freeze(self, step: int, lr: float, variance_norm: Callable[[], float]) -> bool:
+    def should_freeze(self, step: int, lr: float, variance_norm: Callable[[], float] | None) -> bool:
         """True when the update just made was the last one in full precision.
 
         Args:
             step: committed updates so far, this one included.
             lr: the largest learning rate used in this update.
-            variance_norm: returns ||v||_1 with v's bias corrected; called only when it is needed.
+            variance_norm: returns ||v||_1 with v's bias corrected; called only when it is needed. None for rules
+                without a variance, which freeze automatically as soon as the learning rate has settled.
         """
         if not self.is_automatic:
             assert isinstance(self._options.freeze_step, int)
             return step >= self._options.freeze_step
-        if lr > self._highest_lr:
-            self._highest_lr, self._last_rise = lr, step
+        settled = self.lr_has_settled(step, lr)
         latest = self._options.freeze_latest_step
         if latest is not None and step >= latest:
             return True
+        if variance_norm is None:
+            return settled
         if step % self._stride:
             return False
         norm = variance_norm()
         earlier = self._norms.get(step - self._delay)
         self._norms = {at: value for at, value in self._norms.items() if at > step - self._delay}
         self._norms[step] = norm
-        if earlier is None or step < self._last_rise + self._delay:
+        if earlier is None or not settled:
             return False
         return earlier > 0 and norm / earlier >= self._options.freeze_threshold
+
+    def lr_has_settled(self, step: int, lr: float) -> bool:
+        """Notes the step's learning rate; True when it has not risen for as long as the average remembers."""
+        if lr > self._highest_lr:
+            self._highest_lr, self._last_rise = lr, step
+        return step >= self._last_rise + self._delay
 
     def state(self) -> dict[str, Any]:
         """Plain JSON values that `load` takes back."""
@@ -84,3 +93,79 @@ class FreezeSchedule:
         self._norms = {int(step): float(norm) for step, norm in state["norms"]}
         self._highest_lr = float(state["highest_lr"])
         self._last_rise = int(state["last_rise"])
+
+
+class VarianceSchedule:
+    """T_v of 0/1 Adam (Lu et al. 2022, arXiv 2202.06009, section 4.1): gaps of 2**floor(j/kappa) after the j-th update.
+
+    The first step always updates; `kappa` is DeepSpeed's var_update_scaler.
+    """
+
+    def __init__(self, kappa: int) -> None:
+        self._kappa = kappa
+        self._updates = 0
+        self._next = 1
+
+    def is_due(self, step: int) -> bool:
+        """True when the variance is updated in this step, counted from 1."""
+        return step >= self._next
+
+    def update(self, step: int) -> None:
+        """Notes that the step updated the variance."""
+        self._next = step + 2 ** (self._updates // self._kappa)
+        self._updates += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"updates": self._updates, "next": self._next}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._updates, self._next = int(state["updates"]), int(state["next"])
+
+
+class SyncSchedule:
+    """T_u of 0/1 Adam (section 4.2 there): every step while the variance is live, then at growing gaps.
+
+    The gap doubles each time the learning rate has halved from its highest since the variance was frozen, or, when
+    `doubling_steps` is given (DeepSpeed's local_step_scaler), every so many steps; it never exceeds `longest`
+    (local_step_clipper).
+    """
+
+    def __init__(self, longest: int, doubling_steps: int | None = None) -> None:
+        self._longest = longest
+        self._doubling_steps = doubling_steps
+        self._frozen_step = 0
+        self._frozen_lr = 0.0
+        self._last = 0
+
+    def freeze(self, step: int, lr: float) -> None:
+        """Notes that the variance is frozen after this step, made with learning rate `lr`."""
+        self._frozen_step, self._frozen_lr = step, lr
+
+    def gap(self, step: int, lr: float) -> int:
+        """Steps between synchronisations at this step and learning rate."""
+        if not self._frozen_step:
+            return 1
+        self._frozen_lr = max(self._frozen_lr, lr)
+        if self._doubling_steps is not None:
+            doublings = (step - self._frozen_step) // self._doubling_steps
+        elif lr > 0.0 and self._frozen_lr > 0.0:
+            # a ratio of exactly 2 is one halving, whatever its logarithm rounds to
+            doublings = max(0, math.floor(math.log2(self._frozen_lr / lr) + 1e-9))
+        else:
+            doublings = self._longest.bit_length()
+        return int(min(self._longest, 2 ** min(doublings, 62)))
+
+    def is_due(self, step: int, lr: float) -> bool:
+        """True when this step, counted from 1, ends with a synchronisation."""
+        return step - self._last >= self.gap(step, lr)
+
+    def synchronised(self, step: int) -> None:
+        """Notes that the step synchronised."""
+        self._last = step
+
+    def state(self) -> dict[str, Any]:
+        return {"frozen_step": self._frozen_step, "frozen_lr": self._frozen_lr, "last": self._last}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._frozen_step, self._last = int(state["frozen_step"]), int(state["last"])
+        self._frozen_lr = float(state["frozen_lr"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["WARM_UP", "COMPRESSION", "Stats", "ring_allreduce_bytes"]
+__all__ = ["COMPRESSION", "WARM_UP", "Stats", "TrustRatio", "ring_allreduce_bytes"]
 
 WARM_UP = "warm-up"
 COMPRESSION = "compression"
@@ -13,6 +13,19 @@ COMPRESSION = "compression"
 def ring_allreduce_bytes(num_bytes: int, size: int) -> float:
     """Bytes a rank sends when `num_bytes` are allreduced by a ring of `size` ranks: 2 (n-1)/n of them."""
     return 2.0 * (size - 1) / size * num_bytes if size > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class TrustRatio:
+    """LAMB's numbers of one tensor: its learning rate is multiplied by average * factor (in warm-up by the last c).
+
+    Attributes:
+        average: the average of c over warm-up, without the bias of its start; frozen with the variance.
+        factor: r, by which compression corrects it; 1 in warm-up.
+    """
+
+    average: float
+    factor: float
 
 
 @dataclass
@@ -32,6 +45,9 @@ class Stats:
         full_precision_elements: elements that do not.
         dead_elements: elements whose variance was zero at the freeze.
         floored_elements: elements whose variance the floor has lifted.
+        rounds: steps in which compressed parameters were communicated (0/1 Adam skips some).
+        variance_updates: full-precision rounds that updated 0/1 Adam's variance.
+        trust_ratios: LAMB's numbers by parameter name.
     """
 
     stage: str = WARM_UP
@@ -46,7 +62,14 @@ class Stats:
     full_precision_elements: int = 0
     dead_elements: int = 0
     floored_elements: int = 0
+    rounds: int = 0
+    variance_updates: int = 0
+    trust_ratios: dict[str, TrustRatio] = field(default_factory=dict)
     _bytes_this_step: float = 0.0
+
+    def count_uncompressed(self, num_bytes: int, size: int) -> None:
+        """Notes what a step of float32 training would send."""
+        self.uncompressed_bytes_per_step = ring_allreduce_bytes(num_bytes, size)
 
     def count(self, num_bytes: float) -> None:
         """Adds bytes handed to a collective in the step under way."""

@@ -23,7 +23,7 @@ class StepExchange(Generic[Array]):
     def start(
         self, exchange: CompressedAllreduce[Array], gradient: Array, momentum: Array | None, beta1: float
     ) -> None:
-        """Collective: compresses a bucket and starts its first collective. The arrays stay as they are until the end."""
+        """Collective: compresses a bucket and starts its first collective; the arrays must stay until the end."""
         message = exchange.compress(gradient, momentum, beta1)
         name = exchange.bucket.name
         if exchange.is_two_phase:
@@ -42,7 +42,8 @@ class StepExchange(Generic[Array]):
                 name = f"{exchange.bucket.name}.allgather"
                 pending = self._transport.allgather(reply, exchange.allgather_bytes, name=name)
             collecting.append((exchange, pending))
-        return all([exchange.accept(pending.wait()) for exchange, pending in collecting])
+        accepted = [exchange.accept(pending.wait()) for exchange, pending in collecting]
+        return all(accepted)
 
     def commit(self) -> None:
         for exchange, *_ in self._started:

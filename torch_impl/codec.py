@@ -1,4 +1,4 @@
-"""The three kernels on torch tensors: CPU tensors go through the core's kernels without a copy, others through torch ops.
+"""The kernels on torch tensors: CPU tensors go through the core's without a copy, others through torch ops.
 
 Both write the same bytes from the same scales (the format is in `hvd_onebit/wire.py`).
 """

@@ -8,8 +8,6 @@ optimizer class. We do the same and replace `_allreduce_grad_async`, where every
 from __future__ import annotations
 
 import copy
-import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,14 +20,25 @@ from torch import Tensor
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.options import CompressionOptions, options_from
 from hvd_onebit.stats import Stats, ring_allreduce_bytes
-from hvd_onebit.torch.engine import FORMAT_VERSION, FROZEN_STEP, CompressionEngine
-from hvd_onebit.torch.optimizers import OneBitAdam
+from hvd_onebit.torch.engine import FORMAT_VERSION, CompressionEngine, Engine
+from hvd_onebit.torch.local_steps import LocalStepsEngine, LocalStepsRule
+from hvd_onebit.torch.optimizers import Lamb, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
+from hvd_onebit.torch.rules import AdamRule, LambRule, SgdRule
 from hvd_onebit.torch.transport import HorovodTransport, HostTransport
 from hvd_onebit.transport import Transport
 
 __all__ = ["DistributedOptimizer"]
 
-_SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, OneBitAdam)
+_RULES: dict[type, tuple[type[Engine], type[AdamRule]]] = {
+    torch.optim.Adam: (CompressionEngine, AdamRule),
+    torch.optim.AdamW: (CompressionEngine, AdamRule),
+    torch.optim.SGD: (CompressionEngine, SgdRule),
+    OneBitAdam: (CompressionEngine, AdamRule),
+    Lamb: (CompressionEngine, LambRule),
+    OneBitLamb: (CompressionEngine, LambRule),
+    OneBitSGD: (CompressionEngine, SgdRule),
+    ZeroOneAdam: (LocalStepsEngine, LocalStepsRule),
+}
 _instances: Counter[str] = Counter()  # optimizers that have stepped, by process set: part of their collectives' names
 
 
@@ -49,7 +58,7 @@ class _Settings:
     process_set: Any
 
 
-def DistributedOptimizer(
+def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: Any = None,
@@ -121,23 +130,33 @@ def DistributedOptimizer(
 
 
 def _options_of(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> CompressionOptions:
-    if not isinstance(optimizer, OneBitAdam):
-        return options_from(given)
+    own: CompressionOptions | None = getattr(optimizer, "compression_options", None)
+    if own is None:
+        default = {"freeze_step": 0} if isinstance(optimizer, torch.optim.SGD) else {}
+        return options_from({**default, **given})
     options_from(given)
-    return replace(optimizer.compression_options, **given)
+    return replace(own, **given)
 
 
 def _check_optimizer(optimizer: Any, options: CompressionOptions) -> None:
     if hasattr(type(optimizer), "_onebit_base"):
         raise TypeError("this optimizer is distributed already: wrap it once, with one DistributedOptimizer")
-    if type(optimizer) not in _SUPPORTED:
-        names = ", ".join(cls.__name__ for cls in _SUPPORTED)
+    if type(optimizer) not in _RULES:
+        names = ", ".join(cls.__name__ for cls in _RULES)
         raise TypeError(
-            f"DistributedOptimizer serves {names}, not {type(optimizer).__name__}: the compression stage has to know the "
+            f"DistributedOptimizer serves {names}, not {type(optimizer).__name__}: compression has to know the "
             "optimizer's update rule. Use one of them, or horovod.torch.DistributedOptimizer for uncompressed training."
         )
-    if options.freeze_step == 0:
-        raise ValueError("freeze_step=0 leaves Adam without a variance to freeze: it must be at least 1")
+    rule = _RULES[type(optimizer)][1]
+    if options.freeze_step == 0 and not issubclass(rule, SgdRule):
+        raise ValueError("freeze_step=0 leaves no variance to freeze: it must be at least 1")
+    if options.space == "update" and rule is not AdamRule:
+        raise ValueError(f'space="update" is for 1-bit Adam, not for {type(optimizer).__name__}')
+    for group in optimizer.param_groups if issubclass(rule, SgdRule) else []:
+        if not group["momentum"]:
+            raise ValueError("SGD without momentum has nothing to compress with error feedback: set momentum, e.g. 0.9")
+        if group["nesterov"]:
+            raise ValueError("nesterov=True needs the averaged gradient, which is not sent: use plain momentum")
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise ValueError("differentiable=True cannot be served: the compressed update is not differentiable")
@@ -184,8 +203,8 @@ def _named(
     if unnamed:
         shapes = ", ".join(str(tuple(p.shape)) for p in unnamed[:5])
         raise ValueError(
-            f"{len(unnamed)} of the optimizer's {len(parameters)} parameters are not in named_parameters (shapes: {shapes}"
-            f"{', ...' if len(unnamed) > 5 else ''}): pass the named_parameters of every module that it trains."
+            f"{len(unnamed)} of the optimizer's {len(parameters)} parameters are not in named_parameters (shapes: "
+            f"{shapes}{', ...' if len(unnamed) > 5 else ''}): pass the named_parameters of every module that it trains."
         )
     mine = {id(p) for p in parameters}
     return tuple((name, p) for name, p in named if id(p) in mine)
@@ -194,7 +213,7 @@ def _named(
 # -- the class made at run time ----------------------------------------------------------------------------------------
 
 
-def _make(base: type, param_groups: list[dict[str, Any]], defaults: dict[str, Any], settings: _Settings) -> Any:
+def _make(base: type[Any], param_groups: list[dict[str, Any]], defaults: dict[str, Any], settings: _Settings) -> Any:
     if settings.transport is not None:
         inherited: dict[str, Any] = _methods_of(_TransportMethods)
     else:
@@ -202,10 +221,9 @@ def _make(base: type, param_groups: list[dict[str, Any]], defaults: dict[str, An
 
         inherited = _methods_of(_DistributedOptimizer)
     methods = {**inherited, **_methods_of(_OneBitMethods), "_onebit_base": base, "_onebit_inherited": inherited}
-    cls = type(base.__name__, (base,), methods)
-    # bookkeeping of a wrapped optimizer must not leak into a new one
-    groups = [dict(group) for group in param_groups]
-    return cls(groups, defaults, settings)
+    cls: Any = type(base.__name__, (base,), methods)
+    # the groups themselves, as Horovod does: a scheduler on the user's optimizer goes on steering this one
+    return cls(param_groups, defaults, settings)
 
 
 def _methods_of(cls: type) -> dict[str, Any]:
@@ -216,14 +234,14 @@ class _TransportMethods:
     """What Horovod's class provides, over one of the core's transports: averaging when `synchronize` is called."""
 
     def __init__(self, params: Any, settings: _Settings) -> None:
-        super(self.__class__, self).__init__(params)
+        super(self.__class__, self).__init__(params)  # type: ignore[call-arg]
         self._parameter_names = {p: name for name, p in settings.named_parameters}
         self._synchronized = False
         self._should_synchronize = True
         self.backward_passes_per_step = settings.backward_passes_per_step
 
     def synchronize(self) -> None:
-        engine: CompressionEngine = self._onebit  # type: ignore[attr-defined]
+        engine: Engine = self._onebit  # type: ignore[attr-defined]
         live = [p for p in engine.parameters() if p.requires_grad and not engine.is_compressed(p)]
         pending = []
         for p in live:
@@ -267,7 +285,7 @@ class _OneBitMethods:
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any], settings: _Settings) -> None:
-        self._onebit: CompressionEngine | None = None
+        self._onebit: Engine | None = None
         self._settings = settings
         self._late_hooks: dict[Tensor, Any] = {}
         if settings.transport is not None:
@@ -297,10 +315,11 @@ class _OneBitMethods:
         self.defaults = dict(defaults)
         self.compression_options = settings.options
         if self._transport is not None:
-            self._onebit = CompressionEngine(
-                self,  # type: ignore[arg-type]
+            engine, rule = _RULES[self._onebit_base]  # type: ignore[attr-defined]
+            self._onebit = engine(
+                self,
+                rule(settings.options),
                 self._parameter_names,  # type: ignore[attr-defined]
-                settings.options,
                 self._transport,
                 gradient_scale=self._gradient_scale,
             )
@@ -333,8 +352,8 @@ class _OneBitMethods:
         if not self._settings.sparse_as_dense:
             name = self._parameter_names[p]  # type: ignore[attr-defined]
             raise TypeError(
-                f"parameter {name!r} has a sparse gradient, which Adam cannot take: pass sparse_as_dense=True to sum it "
-                "into a dense one, or build the embedding with sparse=False"
+                f"parameter {name!r} has a sparse gradient, which Adam cannot take: pass sparse_as_dense=True to sum "
+                "it into a dense one, or build the embedding with sparse=False"
             )
         p.grad = p.grad.to_dense()
 
@@ -397,7 +416,7 @@ class _OneBitMethods:
         if self._onebit is None:
             plain_step()
             return loss
-        if self._should_synchronize and not self._synchronized:  # type: ignore[has-type]
+        if self._should_synchronize and not self._synchronized:
             self._exchange()
         if not self._synchronized:
             raise OneBitError("step() inside skip_synchronize() needs a synchronize() before it")
@@ -424,7 +443,8 @@ class _OneBitMethods:
         for name, p in zip(given, group["params"], strict=True):
             self._parameter_names[p] = name  # type: ignore[attr-defined]
         self._settings = replace(
-            self._settings, named_parameters=tuple((name, p) for p, name in self._parameter_names.items())  # type: ignore[attr-defined]
+            self._settings,
+            named_parameters=tuple((name, p) for p, name in self._parameter_names.items()),  # type: ignore[attr-defined]
         )
         self._onebit.initialise_state()
 
@@ -443,7 +463,7 @@ class _OneBitMethods:
         Raises:
             ValueError: the checkpoint does not fit or is damaged; the optimizer is as it was.
         """
-        saved = _check_checkpoint(state_dict, self.param_groups)  # type: ignore[attr-defined]
+        saved = _check_checkpoint(state_dict, self)  # type: ignore[arg-type]
         super(self.__class__, self).load_state_dict(state_dict)  # type: ignore[misc]
         self._synchronized = False
         self._should_synchronize = True
@@ -494,40 +514,62 @@ def _next_name(process_set: Any) -> str:
     return f"onebit.{key}.{_instances[key]}"
 
 
-def _check_checkpoint(
-    state_dict: dict[str, Any], param_groups: list[dict[str, Any]]
-) -> list[dict[str, Any] | None]:
-    """The saved state of each parameter in order; raises ValueError for what does not fit."""
+def _check_checkpoint(state_dict: Any, optimizer: torch.optim.Optimizer) -> list[dict[str, Any] | None]:
+    """The saved state of each parameter in order; raises ValueError for what does not fit, before anything changes."""
     for key in ("state", "param_groups"):
         if not isinstance(state_dict, dict) or key not in state_dict:
             raise ValueError(f"not an optimizer's state_dict: it has no {key!r}")
-    extra = state_dict.get("onebit")
-    if extra is not None and extra.get("version", 0) > FORMAT_VERSION:
-        raise ValueError(
-            f"the checkpoint has format version {extra['version']}, this hvd_onebit reads up to {FORMAT_VERSION}: upgrade it"
-        )
-    here = [len(group["params"]) for group in param_groups]
+    here = [len(group["params"]) for group in optimizer.param_groups]
     there = [len(group["params"]) for group in state_dict["param_groups"]]
     if here != there:
         raise ValueError(f"the checkpoint has parameter groups of {there} parameters, the optimizer of {here}")
-    indices = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    parameters = itertools.chain.from_iterable(group["params"] for group in param_groups)
-    saved = []
-    for i, (index, p) in enumerate(zip(indices, parameters, strict=True)):
-        state = state_dict["state"].get(index)
-        saved.append(state)
-        for name, value in (state or {}).items():
-            if not isinstance(value, Tensor) or name == "step":
-                continue
-            if value.shape != p.shape:
-                raise ValueError(
-                    f"the checkpoint's {name} of parameter {i} has shape {tuple(value.shape)}, the parameter {tuple(p.shape)}"
-                )
-            if not bool(torch.isfinite(value).all()):
-                raise ValueError(f"the checkpoint's {name} of parameter {i} holds NaN or infinity: take an earlier one")
-    errors = (extra or {}).get("errors", {})
-    for bucket, each in errors.items():
+    saved: list[dict[str, Any] | None] = []
+    for group, saved_group in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for p, index in zip(group["params"], saved_group["params"], strict=True):
+            state = state_dict["state"].get(index)
+            if state:
+                _check_state(state, p, len(saved), optimizer.state.get(p, {}))
+            saved.append(state)
+    _check_extra(state_dict.get("onebit"))
+    return saved
+
+
+def _check_state(saved: dict[str, Any], p: Tensor, index: int, own: dict[str, Any]) -> None:
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        if name in own and name not in saved:
+            raise ValueError(
+                f"the checkpoint has no {name} of parameter {index}: it is damaged, or another optimizer's"
+            )
+    for name, value in saved.items():
+        if not isinstance(value, Tensor):
+            continue
+        if name != "step" and value.shape != p.shape:
+            raise ValueError(
+                f"the checkpoint's {name} of parameter {index} has shape {tuple(value.shape)}, the parameter "
+                f"{tuple(p.shape)}"
+            )
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"the checkpoint's {name} of parameter {index} holds NaN or infinity: take an earlier one")
+
+
+def _check_extra(extra: Any) -> None:
+    """Checks what `CompressionEngine.state` adds to a checkpoint; None in a plain optimizer's."""
+    if extra is None:
+        return
+    if not isinstance(extra, dict) or not isinstance(extra.get("version"), int):
+        raise ValueError("the checkpoint's 'onebit' is not what this optimizer wrote: it is damaged, or foreign")
+    if extra["version"] > FORMAT_VERSION:
+        raise ValueError(
+            f"the checkpoint has format version {extra['version']}, this hvd_onebit reads up to {FORMAT_VERSION}: "
+            "upgrade it"
+        )
+    missing = [key for key in ("rank", "size", "errors") if key not in extra]
+    if missing:
+        raise ValueError(f"the checkpoint's 'onebit' has no {', '.join(missing)}: it is damaged")
+    for bucket, each in extra["errors"].items():
+        for name in ("parameters", "worker_error", "server_error"):
+            if name not in each:
+                raise ValueError(f"the checkpoint's errors of {bucket} have no {name}: it is damaged")
         for name in ("worker_error", "server_error"):
             if each[name] is not None and not bool(torch.isfinite(each[name]).all()):
                 raise ValueError(f"the checkpoint's {name} of {bucket} holds NaN or infinity: take an earlier one")
-    return saved

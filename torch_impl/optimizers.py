@@ -1,4 +1,7 @@
-"""OneBitAdam: Adam that knows how it wants to be compressed. Alone it is plain Adam; DistributedOptimizer does the rest."""
+"""The family: optimizers that know how they want to be compressed.
+
+Alone, or in one process, each is the plain optimizer that it warms up with; `DistributedOptimizer` does the rest.
+"""
 
 from __future__ import annotations
 
@@ -9,59 +12,21 @@ import torch
 from torch import Tensor
 
 from hvd_onebit.options import options_from
-from hvd_onebit.rules import adam_step, adam_update
+from hvd_onebit.rules import (
+    adam_step,
+    adam_update,
+    average_coefficient,
+    bias_correction,
+    denominator,
+    lamb_coefficient,
+)
+from hvd_onebit.torch.rules import group_factors, norm
 
-__all__ = ["OneBitAdam"]
+__all__ = ["Lamb", "OneBitAdam", "OneBitLamb", "OneBitSGD", "ZeroOneAdam"]
 
 
-class OneBitAdam(torch.optim.Adam):
-    """Adam with 1-bit compression once its variance is frozen (Tang et al. 2021, arXiv 2102.02888).
-
-    In one process, or before `DistributedOptimizer` wraps it, it is torch.optim.Adam.
-
-    Args:
-        params: as for torch.optim.Adam, and so lr, betas, eps, weight_decay, amsgrad, maximize,
-            decoupled_weight_decay.
-        bias_correction: False for the paper's Adam, which corrects no bias.
-        **compression: options of `hvd_onebit.options.CompressionOptions`: freeze_step, exchange, scale, block, ...
-
-    Raises:
-        TypeError: an unknown option, named with the nearest known one.
-        ValueError: a value out of range.
-
-    Example:
-        >>> optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=2000)
-        >>> optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        decoupled_weight_decay: bool = False,
-        bias_correction: bool = True,
-        **compression: Any,
-    ) -> None:
-        self.compression_options = options_from(compression)
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
-        self.defaults["bias_correction"] = bias_correction
-        for group in self.param_groups:
-            group.setdefault("bias_correction", bias_correction)
+class _BiasedAdam(torch.optim.Adam):
+    """torch.optim.Adam with an option bias_correction in its groups."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One full-precision update."""
@@ -113,3 +78,310 @@ class OneBitAdam(torch.optim.Adam):
                 bias_corrected=False,
             )
             p.copy_(adam_update(p, moments[0][i], variance, numbers, torch.sqrt))
+
+
+class OneBitAdam(_BiasedAdam):
+    """Adam with 1-bit compression once its variance is frozen (Tang et al. 2021, arXiv 2102.02888).
+
+    In one process, or before `DistributedOptimizer` wraps it, it is torch.optim.Adam.
+
+    Args:
+        params: as for torch.optim.Adam, and so lr, betas, eps, weight_decay, amsgrad, maximize,
+            decoupled_weight_decay.
+        bias_correction: False for the paper's Adam, which corrects no bias.
+        **compression: options of `hvd_onebit.options.CompressionOptions`: freeze_step, exchange, scale, block, ...
+
+    Raises:
+        TypeError: an unknown option, named with the nearest known one.
+        ValueError: a value out of range.
+
+    Example:
+        >>> optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=2000)
+        >>> optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        bias_correction: bool = True,
+        **compression: Any,
+    ) -> None:
+        self.compression_options = options_from(compression)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self.defaults["bias_correction"] = bias_correction
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (You et al. 2020, arXiv 1904.00962), uncompressed: Adam whose step is scaled to each tensor's norm.
+
+    u = m/(sqrt(v)+eps) + weight_decay*x;  c = clip(||x||/||u||, min_coeff, max_coeff), 1 if a norm is 0;  x -= lr*c*u.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: decay rates of momentum and variance.
+        eps: added to the root of the variance.
+        weight_decay: decoupled weight decay, part of u.
+        bias_correction: False leaves the biases of momentum and variance in.
+        max_coeff: upper bound of the trust ratio c.
+        min_coeff: lower bound of the trust ratio c.
+        coeff_beta: decay rate of the average of c, which 1-bit LAMB freezes.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        **more_defaults: Any,
+    ) -> None:
+        _check_range("lr", lr, 0.0)
+        _check_range("eps", eps, 0.0)
+        _check_range("weight_decay", weight_decay, 0.0)
+        for i, beta in enumerate(betas):
+            _check_range(f"betas[{i}]", beta, 0.0, below=1.0)
+        _check_range("coeff_beta", coeff_beta, 0.0, below=1.0)
+        _check_range("min_coeff", min_coeff, 0.0)
+        if max_coeff < min_coeff:
+            raise ValueError(f"max_coeff ({max_coeff}) must not be below min_coeff ({min_coeff})")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+            "coeff_beta": coeff_beta,
+            "decoupled_weight_decay": True,
+            **_FACTORS,
+            **more_defaults,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One full-precision update."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    self._update(group, p, p.grad)
+        return loss
+
+    def _update(self, group: dict[str, Any], p: Tensor, gradient: Tensor) -> None:
+        state = self.state[p]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["coeff_average"], state["coeff_updates"] = 0.0, 0
+        beta1, beta2 = group["betas"]
+        state["step"] += 1
+        steps = int(state["step"])
+        momentum, variance = state["exp_avg"], state["exp_avg_sq"]
+        momentum.mul_(beta1).add_(gradient, alpha=1.0 - beta1)
+        variance.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+        numbers = adam_step(
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            step=steps,
+            variance_steps=steps,
+            bias_corrected=group["bias_correction"],
+        )
+        update = momentum / denominator(variance, numbers, torch.sqrt)
+        if group["bias_correction"]:
+            update = update / bias_correction(beta1, steps)
+        if group["weight_decay"]:
+            update = update + p * group["weight_decay"]
+        factors = group_factors(group)
+        coefficient = lamb_coefficient(norm(p), norm(update), factors)
+        if coefficient is not None:
+            state["coeff_average"] = average_coefficient(state["coeff_average"], coefficient, factors.coeff_beta)
+            state["coeff_updates"] += 1
+        p.sub_(update * (float(group["lr"]) * (1.0 if coefficient is None else coefficient)))
+
+
+_FACTORS = {"factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
+
+
+class OneBitLamb(Lamb):
+    """LAMB with 1-bit compression once its variance is frozen (Li et al. 2021, arXiv 2104.06069).
+
+    Args:
+        params: as for `Lamb`, and so all but these.
+        factor_max: upper bound of r, by which the frozen coefficient follows the variance.
+        factor_min: its lower bound; factor_min = factor_max = 1 keeps the coefficient frozen.
+        factor_threshold: r changes by at most this share in a step.
+        **options: of `Lamb` and of `hvd_onebit.options.CompressionOptions`.
+
+    Raises:
+        TypeError: an unknown option, named with the nearest known one.
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        **options: Any,
+    ) -> None:
+        if not 0.0 < factor_min <= factor_max:
+            raise ValueError(f"factor_min ({factor_min}) must be above 0 and not above factor_max ({factor_max})")
+        _check_range("factor_threshold", factor_threshold, 0.0, below=1.0)
+        self.compression_options = options_from(options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+            coeff_beta=coeff_beta,
+            factor_max=factor_max,
+            factor_min=factor_min,
+            factor_threshold=factor_threshold,
+        )
+
+
+class OneBitSGD(torch.optim.SGD):
+    """SGD whose momentum travels as bits, from the first step on or after `freeze_step` updates.
+
+    Args:
+        params: as for torch.optim.SGD, and so lr, momentum, dampening, weight_decay, maximize.
+        **compression: options of `hvd_onebit.options.CompressionOptions`; freeze_step is 0 unless given.
+
+    Raises:
+        TypeError: an unknown option, named with the nearest known one.
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **compression: Any,
+    ) -> None:
+        self.compression_options = options_from({"freeze_step": 0, **compression})
+        super().__init__(
+            params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, maximize=maximize
+        )
+
+
+class ZeroOneAdam(_BiasedAdam):
+    """0/1 Adam (Lu et al. 2022, arXiv 2202.06009): local steps between ever rarer one-bit synchronisations.
+
+    Args:
+        params: as for torch.optim.Adam, and so lr, betas, eps, weight_decay, decoupled_weight_decay, maximize.
+        bias_correction: False for the paper's Adam, which corrects no bias.
+        var_freeze_step: updates after which the variance is frozen; "auto" for 1-bit Adam's rule.
+        var_update_scaler: kappa: the variance is updated at gaps of 2**floor(j/kappa).
+        local_step_scaler: the gap between synchronisations doubles every so many steps after the freeze; None: each
+            time the learning rate has halved.
+        local_step_clipper: H, the longest such gap.
+        **compression: options of `hvd_onebit.options.CompressionOptions` but freeze_step.
+
+    Raises:
+        TypeError: an unknown option, named with the nearest known one.
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        bias_correction: bool = True,
+        var_freeze_step: int | str = "auto",
+        var_update_scaler: int = 16,
+        local_step_scaler: int | None = None,
+        local_step_clipper: int = 16,
+        **compression: Any,
+    ) -> None:
+        if "freeze_step" in compression:
+            raise TypeError("0/1 Adam compresses from the first step on: it has var_freeze_step, not freeze_step")
+        for name, value in (
+            ("var_update_scaler", var_update_scaler),
+            ("local_step_scaler", 1 if local_step_scaler is None else local_step_scaler),
+            ("local_step_clipper", local_step_clipper),
+        ):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
+        self.compression_options = options_from({"freeze_step": var_freeze_step, **compression})
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        settings: dict[str, Any] = {
+            "bias_correction": bias_correction,
+            "var_update_scaler": var_update_scaler,
+            "local_step_scaler": local_step_scaler,
+            "local_step_clipper": local_step_clipper,
+        }
+        self.defaults.update(settings)
+        for group in self.param_groups:
+            for key, setting in settings.items():
+                group.setdefault(key, setting)
+
+
+def _check_range(name: str, value: float, least: float, *, below: float | None = None) -> None:
+    if value < least or (below is not None and value >= below):
+        limit = f"at least {least}" if below is None else f"in [{least}, {below})"
+        raise ValueError(f"{name} must be {limit}, not {value!r}")

@@ -142,7 +142,7 @@ def run_ranks(size: int, work: Callable[[LocalTransport], Result], *, timeout_se
     def run(rank: int) -> None:
         try:
             results[rank] = work(LocalTransport(group, rank))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+        except BaseException as error:  # handed to the caller below
             errors.append((rank, error))
             group.abort(f"rank {rank} raised {type(error).__name__}: {error}")
 

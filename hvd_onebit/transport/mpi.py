@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,7 +86,7 @@ class MPITransport:
 
         def split() -> list[bytes]:
             everything = gathered.wait().tobytes()
-            return [everything[low:high] for low, high in zip(cuts[:-1], cuts[1:], strict=True)]
+            return [everything[low:high] for low, high in pairwise(cuts)]
 
         return _MPIPending(self._MPI.REQUEST_NULL, split)
 

@@ -1,0 +1,254 @@
+"""0/1 Adam: local steps between synchronisations, a variance that is updated ever more rarely.
+
+Lu et al. 2022, arXiv 2202.06009, algorithm 1. Where we differ from the paper: in a step that updates the variance, the
+update comes before its use, since the first step would divide by zero; the variance is corrected by its number of
+updates, and floored (or held) as in 1-bit Adam; weight decay acts on the parameters and on the point they were last
+synchronised at, and stays out of what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_onebit.rules import AdamStep, adam_step, denominator
+from hvd_onebit.schedule import SyncSchedule, VarianceSchedule
+from hvd_onebit.stats import COMPRESSION, ring_allreduce_bytes
+from hvd_onebit.torch.engine import SCHEDULE, Engine, all_finite, mean_of
+from hvd_onebit.torch.rules import FROZEN_STEP, NOT_FROZEN, VARIANCE_STEPS, AdamRule, CompressedBucket
+
+__all__ = ["LocalStepsEngine", "LocalStepsRule"]
+
+ANCHOR = "onebit_anchor"  # the parameter as it was after the last synchronisation: the same on all ranks
+ACCUMULATED = "onebit_accumulated"  # u, the sum of lr*momentum since then: this rank's own
+FLOOR = "onebit_floor"  # the least variance that is used, of this tensor
+RATE_SUMS = "rate_sums"  # in the schedule: the sum of lr since the last synchronisation, by group
+
+
+class LocalStepsRule(AdamRule):
+    """The state of 0/1 Adam's parameters."""
+
+    def tensors(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", ANCHOR, ACCUMULATED)
+
+    def new_state(self, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
+        fresh = super().new_state(group, p)
+        return {
+            **fresh,
+            ANCHOR: p.detach().float().clone(memory_format=torch.contiguous_format),
+            ACCUMULATED: torch.zeros(p.shape, dtype=torch.float32, device=p.device),
+            FLOOR: 0.0,
+        }
+
+
+class LocalStepsEngine(Engine):
+    """0/1 Adam over the buckets that the other optimizers use. All communication happens in `apply`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        group = optimizer.param_groups[0]
+        self._variance_schedule = VarianceSchedule(group["var_update_scaler"])
+        self._sync_schedule = SyncSchedule(group["local_step_clipper"], group["local_step_scaler"])
+        self._rate_sums: dict[str, float] = {}
+        self._variance_is_live = True
+        self._accumulated: dict[str, Tensor] = {}
+        super().__init__(optimizer, *args, **kwargs)
+
+    def initialise_state(self) -> None:
+        super().initialise_state()
+        if self._transport.size > 1:
+            for _, p in self._compressible():
+                if self._states()[p][FROZEN_STEP] == NOT_FROZEN:
+                    self._states()[p][FROZEN_STEP] = self.step
+
+    def _schedule_state(self) -> dict[str, Any]:
+        return {
+            "freeze": self._schedule.state(),
+            "variance": self._variance_schedule.state(),
+            "sync": self._sync_schedule.state(),
+            "variance_is_live": self._variance_is_live,
+            RATE_SUMS: dict(self._rate_sums),
+        }
+
+    def _load_schedule(self, state: dict[str, Any]) -> None:
+        self._schedule.load(state["freeze"])
+        self._variance_schedule.load(state["variance"])
+        self._sync_schedule.load(state["sync"])
+        self._variance_is_live = bool(state["variance_is_live"])
+        self._rate_sums = dict(state[RATE_SUMS])
+
+    def _thaw_if_early(self) -> None:
+        if self._transport.size == 1:
+            super()._thaw_if_early()
+
+    @torch.no_grad()
+    def _adopt(self, new: Any) -> None:
+        super()._adopt(new)
+        for buckets in new.values():
+            for bucket in buckets:
+                flat = torch.zeros_like(bucket.values)
+                for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
+                    state = self._states()[p]
+                    if state["step"] == 0:
+                        # parameters may have been broadcast since the state was made
+                        state[ANCHOR].copy_(p)
+                    view.copy_(state[ACCUMULATED])
+                    state[ACCUMULATED] = view
+                self._accumulated[bucket.bucket.name] = flat
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._prepare()
+
+    def finish(self) -> None:
+        self._finite = self._full_precision_finite()
+
+    def write_gradients(self) -> None:
+        """Nothing: gradients stay this rank's own, what is averaged is the sum of several steps."""
+
+    @torch.no_grad()
+    def apply(self, full_precision_step: Callable[[], None]) -> None:
+        step = self.step + 1
+        lr = max(float(group["lr"]) for group in self._optimizer.param_groups)
+        variance_due = bool(self._buckets) and self._variance_is_live and self._variance_schedule.is_due(step)
+        sync_due = bool(self._buckets) and self._sync_schedule.is_due(step, lr)
+        if variance_due or sync_due:
+            self._start_agreement()
+            self._finish_agreement()
+        self._checksums.clear()
+        for bucket in self._all_buckets():
+            bucket.gather(self._gradient_scale)
+        if variance_due and self._finite:
+            self._finite = self._update_variance()
+        if self._finite:
+            self._step_uncompressed(full_precision_step)
+            self._step_locally(step)
+            if sync_due:
+                self._synchronise(step)
+            if self._variance_is_live:
+                self._freeze_when_due(step, lr)
+            self._optimizer.param_groups[0][SCHEDULE] = self._schedule_state()
+        self._end_step(COMPRESSION if self._buckets else "warm-up")
+
+    def _update_variance(self) -> bool:
+        """Collective: one full-precision round for v; False when a rank's gradient was not finite."""
+        buckets = self._all_buckets()
+        pending = []
+        for bucket in buckets:
+            self.stats.count(ring_allreduce_bytes(4 * bucket.bucket.num_elements, self._transport.size))
+            pending.append(self._transport.allreduce(bucket.values, name=f"{bucket.bucket.name}.variance"))
+        means = [each.wait() for each in pending]
+        if not all_finite(means):
+            return False
+        for bucket, mean in zip(buckets, means, strict=True):
+            beta2 = bucket.group["betas"][1]
+            for p, gradient in zip(bucket.parameters, bucket.views(mean), strict=True):
+                state = self._states()[p]
+                variance = state["exp_avg_sq"]
+                variance.mul_(beta2).add_(gradient.square() * (1.0 - beta2))
+                state[VARIANCE_STEPS] += 1
+                if self.options.dead == "floor":
+                    state[FLOOR] = self.options.variance_floor * mean_of(variance)
+            self._mark_live(bucket)
+        self._variance_schedule.update(self.step + 1)
+        self.stats.variance_updates += 1
+        return True
+
+    def _step_locally(self, step: int) -> None:
+        """Every rank's own step; a rank whose gradient is not finite adds nothing to its momentum this once."""
+        for key in sorted(self._buckets):
+            group = self._optimizer.param_groups[key[0]]
+            beta1 = group["betas"][0]
+            buckets = self._buckets[key]
+            finite = not self.options.skip_nonfinite or all_finite([bucket.values for bucket in buckets])
+            rate = 0.0
+            for bucket in buckets:
+                moments, sums = bucket.views(bucket.momentum), bucket.views(self._accumulated[bucket.bucket.name])
+                for i, (p, gradient) in enumerate(zip(bucket.parameters, bucket.views(bucket.values), strict=True)):
+                    state = self._states()[p]
+                    state["step"] += 1
+                    numbers = self._numbers(group, state)
+                    rate = numbers.step_size
+                    if finite:
+                        moments[i].mul_(beta1).add_(gradient * (1.0 - beta1))
+                    sums[i].add_(moments[i] * rate)
+                    if numbers.decay != 1.0:
+                        state[ANCHOR].mul_(numbers.decay)
+                    self._move(p, moments[i] * rate, p.float() * numbers.decay, state, numbers)
+            self._rate_sums[str(key[0])] = self._rate_sums.get(str(key[0]), 0.0) + rate
+            self.stats.steps_skipped += not finite
+
+    def _synchronise(self, step: int) -> None:
+        """Collective: averages what the ranks have done since the last time; all are equal again, bit for bit."""
+        self._sync_schedule.synchronised(step)
+        if not any(self._rate_sums.values()):
+            return  # lr was 0 all the time: nobody has moved
+        buckets = self._all_buckets()
+        for bucket in buckets:
+            self._in_flight.start(bucket.exchange, self._accumulated[bucket.bucket.name], None, 0.0)
+        if not self._in_flight.finish():
+            self._in_flight.rollback()
+            self._finite = False
+            return
+        for bucket in buckets:
+            bucket.exchange.average(bucket.values)
+            self._accumulated[bucket.bucket.name].zero_()
+            rate_sum = self._rate_sums[self._group_index(bucket)]
+            for i, (p, u) in enumerate(zip(bucket.parameters, bucket.views(bucket.values), strict=True)):
+                state = self._states()[p]
+                self._move(p, u, state[ANCHOR], state, self._numbers(bucket.group, state))
+                state[ANCHOR].copy_(p)
+                if rate_sum:
+                    bucket.views(bucket.momentum)[i].copy_(u / rate_sum)
+        self._rate_sums = dict.fromkeys(self._rate_sums, 0.0)
+        self._take_checksum()
+        self._in_flight.commit()
+        self.stats.rounds += 1
+
+    def _group_index(self, bucket: CompressedBucket) -> str:
+        return next(str(i) for i, group in enumerate(self._optimizer.param_groups) if group is bucket.group)
+
+    def _numbers(self, group: dict[str, Any], state: dict[str, Any]) -> AdamStep:
+        return adam_step(
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            step=int(state["step"]),
+            variance_steps=max(state[VARIANCE_STEPS], 1),
+            decoupled_weight_decay=group["weight_decay"] if group["decoupled_weight_decay"] else 0.0,
+            bias_corrected=group.get("bias_correction", True),
+        )
+
+    def _move(self, p: Tensor, distance: Tensor, start: Tensor, state: dict[str, Any], numbers: AdamStep) -> None:
+        """Moves p to start - distance/(sqrt(v)/correction + eps); held coordinates stay where they are."""
+        if not p.requires_grad:
+            return
+        variance = state["exp_avg_sq"]
+        used = variance.clamp(min=state[FLOOR]) if state[FLOOR] else variance
+        moved = start - distance / denominator(used, numbers, torch.sqrt)
+        p.copy_(torch.where(variance == 0, p.float(), moved) if self.options.dead == "hold" else moved)
+
+    def _freeze_when_due(self, step: int, lr: float) -> None:
+        if not self._buckets:
+            return
+        if self._schedule.should_freeze(step, lr, self._variance_norm):
+            self._variance_is_live = False
+            self._sync_schedule.freeze(step, lr)
+            for bucket in self._all_buckets():
+                for p in bucket.parameters:
+                    state = self._states()[p]
+                    self.stats.dead_elements += int((state["exp_avg_sq"] == 0).sum())
+                    if state[FLOOR]:
+                        self.stats.floored_elements += int((state["exp_avg_sq"] < state[FLOOR]).sum())
+
+    def _variance_norm(self) -> float:
+        total = 0.0
+        for bucket in self._all_buckets():
+            for p in bucket.parameters:
+                state = self._states()[p]
+                numbers = self._numbers(bucket.group, state)
+                total += float(state["exp_avg_sq"].sum(dtype=torch.float64)) / numbers.variance_correction**2
+        return total

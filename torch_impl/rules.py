@@ -1,0 +1,415 @@
+"""How each optimizer is compressed: what it sends, how it applies the average, what it keeps.
+
+A rule reads and writes the optimizer's own state of a parameter; the mathematics is `hvd_onebit.rules`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_onebit import kernels
+from hvd_onebit.exchange import CompressedAllreduce
+from hvd_onebit.layout import Bucket
+from hvd_onebit.options import CompressionOptions
+from hvd_onebit.rules import (
+    AdamStep,
+    LambFactors,
+    adam_step,
+    adam_update,
+    bias_correction,
+    denominator,
+    implied_gradient,
+    lamb_factor,
+    lamb_scalings,
+    true_average,
+)
+from hvd_onebit.stats import Stats, TrustRatio
+from hvd_onebit.torch.codec import codec_for
+from hvd_onebit.transport import Transport
+
+__all__ = [
+    "NOT_FROZEN",
+    "VARIANCE_STEPS",
+    "AdamRule",
+    "CompressedBucket",
+    "LambRule",
+    "SgdRule",
+    "group_factors",
+    "is_plain",
+    "norm",
+    "numbers_of",
+]
+
+# kept in the optimizer's own per-parameter state, so that whatever copies that state carries the stage with it
+FROZEN_STEP = "onebit_frozen_step"  # the step after which this parameter was compressed
+VARIANCE_STEPS = "onebit_variance_steps"  # updates that went into its frozen variance
+WARM_SINCE = "onebit_warm_since"  # its own updates at the time its variance was last seen all zero
+NOT_FROZEN = -1
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+
+class CompressedBucket:
+    """One bucket's tensors: where momentum and gradients lie, and the exchange that averages them.
+
+    Attributes:
+        momentum: float32, shape (num_elements,): the parameters' momentum, of which their state holds views.
+        values: float32, shape (num_elements,): what is sent, then what came back.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: Sequence[Tensor],
+        group: Group,
+        transport: Transport[Tensor],
+        options: CompressionOptions,
+    ) -> None:
+        codec = codec_for(parameters[0].device)
+        self.bucket = bucket
+        self.parameters = tuple(parameters)
+        self.group = group
+        self.exchange = CompressedAllreduce(
+            bucket, rank=transport.rank, size=transport.size, codec=codec, options=options
+        )
+        self.momentum = codec.zeros(bucket.num_elements)
+        self.values = codec.zeros(bucket.num_elements)
+        if options.dead == "hold":
+            self.exchange.live = codec.zeros(bucket.num_elements)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """`flat` cut into the parameters' shapes."""
+        return [
+            flat[offset : offset + size].view(p.shape)
+            for offset, size, p in zip(self.bucket.offsets, self.bucket.sizes, self.parameters, strict=True)
+        ]
+
+    def gather(self, gradient_scale: float) -> None:
+        """Copies the gradients, with coupled weight decay, into `values`; a missing one counts as zero."""
+        sign = -gradient_scale if self.group.get("maximize") else gradient_scale
+        decay = self.group["weight_decay"] if _is_coupled(self.group) else 0.0
+        for view, p in zip(self.views(self.values), self.parameters, strict=True):
+            if p.grad is None:
+                view.zero_()
+            elif p.grad.data_ptr() != view.data_ptr():
+                view.copy_(p.grad)
+            if sign != 1.0:
+                view.mul_(sign)
+            if decay:
+                view.add_(p, alpha=decay)
+
+
+class AdamRule:
+    """1-bit Adam: the momentum travels, the variance is frozen. The base of the others."""
+
+    momentum_key = "exp_avg"
+    hyperparameters: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay")
+    counts_own_steps = True  # the optimizer's own step() keeps state["step"]
+
+    def __init__(self, options: CompressionOptions) -> None:
+        self.options = options
+
+    def memory(self, group: Group) -> float:
+        """The decay rate of the average that has to settle before the freeze."""
+        return float(group["betas"][1])
+
+    def variance_key(self, group: Group) -> str | None:
+        """The state's name of what is frozen; None for rules without a variance."""
+        return "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+
+    def tensors(self, group: Group) -> tuple[str, ...]:
+        """The state's names of tensors that are float32 in the compression stage."""
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+    def new_state(self, group: Group, p: Tensor) -> State:
+        """What the optimizer would create at its first step."""
+        on_device = group.get("capturable") or group.get("fused")
+        state: State = {"step": torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")}
+        for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])):
+            state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return state
+
+    def freeze(self, ready: Sequence[tuple[Group, Tensor]], states: Any) -> None:
+        """Called once the variances of `ready` are frozen."""
+
+    def thaw(self, group: Group, state: State) -> None:
+        """Makes a frozen state a live one again, so that the optimizer's own step can go on with it."""
+        name = self.variance_key(group)
+        if name is None or not group.get("bias_correction", True):
+            return
+        # the frozen variance is biased by its own number of updates; the optimizer will correct it by all of them
+        beta2 = group["betas"][1]
+        state[name] = state[name] * (
+            bias_correction(beta2, int(state["step"])) / bias_correction(beta2, state[VARIANCE_STEPS])
+        )
+
+    def prepare(self, bucket: CompressedBucket, states: Any) -> tuple[Tensor | None, float]:
+        """What to compress beside `values`, the gradients: (momentum, beta1), or (None, 0) when `values` has it all."""
+        beta1 = bucket.group["betas"][0]
+        if self.options.space == "momentum":
+            return bucket.momentum, beta1
+        bucket.values.mul_(1.0 - beta1).add_(bucket.momentum * beta1)
+        for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
+            view.div_(self._root(bucket.group, states[p]))
+        return None, 0.0
+
+    def restore(self, bucket: CompressedBucket, states: Any) -> None:
+        """Makes the averaged momentum of `values`, which holds what came back."""
+        if self.options.space == "update":
+            for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
+                view.mul_(self._root(bucket.group, states[p]))
+
+    def fuses(self, p: Tensor) -> bool:
+        """True when `apply_from_bits` serves this parameter."""
+        return self.options.space == "momentum" and is_plain(p)
+
+    def apply_from_bits(self, bucket: CompressedBucket, index: int, state: State) -> None:
+        """Decodes and updates in one pass over memory."""
+        numbers = numbers_of(bucket.group, state)
+        variance = self._variance(bucket.group, state).view(-1).numpy()
+        parameter, momentum, pieces = _flat(bucket, index)
+        for messages, piece in pieces:
+            kernels.adam_apply(
+                messages,
+                piece.start,
+                parameter[piece.low : piece.high],
+                momentum[piece.low : piece.high],
+                variance[piece.low : piece.high],
+                num_elements=piece.num_elements,
+                block=piece.block,
+                step_size=numbers.step_size,
+                eps=numbers.eps,
+                variance_correction=numbers.variance_correction,
+                decay=numbers.decay,
+                hold=self.options.dead == "hold",
+            )
+
+    def apply(
+        self, group: Group, p: Tensor, state: State, momentum: Tensor, averaged: Tensor, name: str, stats: Stats
+    ) -> None:
+        """Takes up the averaged momentum (float32, the parameter's shape) and updates the parameter."""
+        variance = self._variance(group, state)
+        held = variance == 0 if self.options.dead == "hold" else None
+        momentum.copy_(averaged if held is None else torch.where(held, momentum, averaged))
+        if p.requires_grad:
+            new = adam_update(p.float(), momentum, variance, numbers_of(group, state), torch.sqrt)
+            p.copy_(new if held is None else torch.where(held, p.float(), new))
+
+    def _variance(self, group: Group, state: State) -> Tensor:
+        key = self.variance_key(group)
+        assert key is not None
+        variance: Tensor = state[key]
+        return variance
+
+    def _root(self, group: Group, state: State) -> Tensor:
+        # step sizes play no part in the denominator
+        return denominator(self._variance(group, state), numbers_of(group, state), torch.sqrt)
+
+
+class SgdRule(AdamRule):
+    """1-bit momentum SGD: the same without a variance."""
+
+    momentum_key = "momentum_buffer"
+    hyperparameters = ("lr", "momentum", "dampening", "weight_decay")
+    counts_own_steps = False
+
+    def memory(self, group: Group) -> float:
+        return float(group["momentum"])
+
+    def variance_key(self, group: Group) -> str | None:
+        return None
+
+    def tensors(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",)
+
+    def new_state(self, group: Group, p: Tensor) -> State:
+        # no buffer yet: torch's first step copies the gradient into it, undamped
+        return {"step": torch.zeros((), dtype=torch.float32), "momentum_buffer": None}
+
+    def prepare(self, bucket: CompressedBucket, states: Any) -> tuple[Tensor | None, float]:
+        if bucket.group["dampening"]:
+            bucket.values.mul_(1.0 - bucket.group["dampening"])
+        bucket.values.add_(bucket.momentum, alpha=bucket.group["momentum"])
+        return None, 0.0
+
+    def restore(self, bucket: CompressedBucket, states: Any) -> None:
+        pass
+
+    def fuses(self, p: Tensor) -> bool:
+        return is_plain(p)
+
+    def apply_from_bits(self, bucket: CompressedBucket, index: int, state: State) -> None:
+        parameter, momentum, pieces = _flat(bucket, index)
+        for messages, piece in pieces:
+            kernels.momentum_apply(
+                messages,
+                piece.start,
+                parameter[piece.low : piece.high],
+                momentum[piece.low : piece.high],
+                num_elements=piece.num_elements,
+                block=piece.block,
+                step_size=float(bucket.group["lr"]),
+                decay=1.0,
+            )
+
+    def apply(
+        self, group: Group, p: Tensor, state: State, momentum: Tensor, averaged: Tensor, name: str, stats: Stats
+    ) -> None:
+        momentum.copy_(averaged)
+        if p.requires_grad:
+            p.copy_(p.float() - averaged * float(group["lr"]))
+
+
+class LambRule(AdamRule):
+    """1-bit LAMB (Li et al. 2021, arXiv 2104.06069, algorithm 1)."""
+
+    hyperparameters = (
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "max_coeff",
+        "min_coeff",
+        "coeff_beta",
+        "factor_max",
+        "factor_min",
+        "factor_threshold",
+    )
+
+    def variance_key(self, group: Group) -> str | None:
+        return "exp_avg_sq"
+
+    def tensors(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
+
+    def new_state(self, group: Group, p: Tensor) -> State:
+        return {
+            **super().new_state(group, p),
+            "coeff_average": 0.0,
+            "coeff_updates": 0,
+            "last_factor": 1.0,
+            "scaling": 1.0,
+        }
+
+    def freeze(self, ready: Sequence[tuple[Group, Tensor]], states: Any) -> None:
+        rms = [norm(states[p]["exp_avg"]) / math.sqrt(p.numel()) for _, p in ready]
+        for (group, p), scaling in zip(ready, lamb_scalings(rms), strict=True):
+            state = states[p]
+            state["scaling"], state["last_factor"] = scaling, 1.0
+            state["exp_avg_sq_fresh"] = self._variance(group, state).clone()
+
+    def thaw(self, group: Group, state: State) -> None:
+        # v' has been kept up to date all along
+        state["exp_avg_sq"] = state.pop("exp_avg_sq_fresh")
+        state["last_factor"] = state["scaling"] = 1.0
+
+    def prepare(self, bucket: CompressedBucket, states: Any) -> tuple[Tensor | None, float]:
+        beta1 = bucket.group["betas"][0]
+        bucket.values.mul_(1.0 - beta1).add_(bucket.momentum * beta1)
+        for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
+            view.mul_(states[p]["scaling"])
+        return None, 0.0
+
+    def restore(self, bucket: CompressedBucket, states: Any) -> None:
+        for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
+            view.div_(states[p]["scaling"])
+
+    def fuses(self, p: Tensor) -> bool:
+        return False
+
+    def apply(
+        self, group: Group, p: Tensor, state: State, momentum: Tensor, averaged: Tensor, name: str, stats: Stats
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        factors = group_factors(group)
+        numbers = numbers_of(group, state)
+        gradient = implied_gradient(averaged, momentum, beta1)
+        variance, fresh = state["exp_avg_sq"], state["exp_avg_sq_fresh"]
+        fresh.mul_(beta2).add_(gradient.square() * (1.0 - beta2))
+        held = variance == 0 if self.options.dead == "hold" else None
+        momentum.copy_(averaged if held is None else torch.where(held, momentum, averaged))
+        root = denominator(variance, numbers, torch.sqrt)
+        corrected = group.get("bias_correction", True)
+        steps = int(state["step"])
+        fresh_correction = math.sqrt(bias_correction(beta2, steps)) if corrected else 1.0
+        ratio = root / (fresh.sqrt() / fresh_correction + group["eps"])
+        if held is not None:
+            ratio = torch.where(held, 0.0, ratio)
+        direction = momentum / root / (bias_correction(beta1, steps) if corrected else 1.0)
+        decay = group["weight_decay"]
+        update = direction + p.float() * decay if decay else direction
+        if held is not None:
+            update = torch.where(held, 0.0, update)
+        state["last_factor"] = lamb_factor(
+            float(ratio.max()),
+            state["last_factor"],
+            factors,
+            direction_norm=norm(direction) if decay else None,
+            update_norm=norm(update) if decay else None,
+        )
+        average = true_average(state["coeff_average"], state["coeff_updates"], factors.coeff_beta)
+        stats.trust_ratios[name] = TrustRatio(average, state["last_factor"])
+        if p.requires_grad:
+            p.copy_(p.float() - update * (float(group["lr"]) * average * state["last_factor"]))
+
+
+def numbers_of(group: Group, state: State) -> AdamStep:
+    """The numbers of this step's update of one parameter."""
+    return adam_step(
+        lr=float(group["lr"]),
+        betas=group["betas"],
+        eps=group["eps"],
+        step=int(state["step"]),
+        variance_steps=state[VARIANCE_STEPS],
+        decoupled_weight_decay=0.0 if _is_coupled(group) else group["weight_decay"],
+        bias_corrected=group.get("bias_correction", True),
+    )
+
+
+def group_factors(group: Group) -> LambFactors:
+    """LAMB's bounds of a parameter group."""
+    names = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
+    return LambFactors(**{name: group[name] for name in names})
+
+
+def is_plain(p: Tensor) -> bool:
+    """True when the core's kernels can work on the parameter's memory."""
+    return p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous()
+
+
+def norm(tensor: Tensor) -> float:
+    """The 2-norm in float64, summed in one order whatever the number of threads, so that ranks agree to the bit."""
+    if tensor.device.type != "cpu":
+        return float(tensor.double().square().sum().sqrt())
+    flat = tensor.detach().float().reshape(-1).numpy()
+    total = 0.0
+    for start in range(0, len(flat), _NORM_CHUNK):
+        part = flat[start : start + _NORM_CHUNK].astype(np.float64)
+        total += float(np.square(part, out=part).sum())
+    return math.sqrt(total)
+
+
+_NORM_CHUNK = 1 << 16  # elements whose float64 copy stays in the cache
+
+
+def _is_coupled(group: Group) -> bool:
+    """True when weight decay is added to the gradient, as in Adam and SGD, and not applied beside the update."""
+    return not group.get("decoupled_weight_decay", False)
+
+
+def _flat(bucket: CompressedBucket, index: int) -> tuple[Any, Any, list[tuple[list[Any], Any]]]:
+    offset, size = bucket.bucket.offsets[index], bucket.bucket.sizes[index]
+    exchange = bucket.exchange
+    pieces = [
+        ([message.numpy() for message in exchange.messages(piece)], piece)
+        for piece in exchange.pieces(offset, offset + size)
+    ]
+    parameter = bucket.parameters[index].detach().view(-1).numpy()
+    return parameter, bucket.momentum.numpy()[offset : offset + size], pieces
