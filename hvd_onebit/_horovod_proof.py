@@ -14,7 +14,7 @@ from hvd_onebit._processes import which
 
 __all__ = ["launchers", "prove"]
 
-_TIMEOUT_SECONDS = 240.0
+_TIMEOUT_SECONDS = 600.0
 
 _SCRIPT = """\
 import {framework} as framework

@@ -18,7 +18,7 @@ from types import FrameType
 
 __all__ = ["CommandError", "launch_environment", "run_logged", "sigterm_unwinds", "which"]
 
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 10.0
 
 
 class CommandError(RuntimeError):
@@ -187,14 +187,21 @@ def _chunks(
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of the process and its group, gently first."""
+    """Ends what is left of the process and its group, gently first.
+
+    Gently matters: mpirun starts its ranks in groups of their own, and ends them when it is told to end. So all of the
+    group gets its time, not the first process alone, which may be a shell that ends at once.
+    """
     for signum in (signal.SIGTERM, signal.SIGKILL):
+        give_up = time.monotonic() + _GRACE_SECONDS
         try:
             os.killpg(process.pid, signum)
+            while time.monotonic() < give_up:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.02)
         except (ProcessLookupError, PermissionError):
             break
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_SECONDS)
     process.wait()
     if process.stdout is not None:
         process.stdout.close()

@@ -68,16 +68,20 @@ class Progress:
         """Looks at a line that the running command wrote for how far it has come."""
         match = _PERCENT.search(output)
         if match is not None:
-            self._percent = f"{match.group(1):>3} %"
+            self._percent = f"{match.group(1)} %"
 
     def tick(self) -> None:
         """Refreshes the live line, or reports from time to time where there is none."""
         if self._live:
             columns = shutil.get_terminal_size().columns
-            self._stream.write(f"\r\x1b[2K{f'[{self.elapsed:>5}] {self._percent} {self._phase}'[: columns - 1]}")
+            self._stream.write(f"\r\x1b[2K{f'[{self.elapsed:>5}] {self._where}'[: columns - 1]}")
             self._stream.flush()
         elif time.monotonic() - self._last_report >= self._interval:
-            self.say(f"{self._percent} {self._phase}".strip())
+            self.say(self._where)
+
+    @property
+    def _where(self) -> str:
+        return f"{self._percent} {self._phase}".strip()
 
     def _clear(self) -> None:
         if self._live:

@@ -18,7 +18,7 @@ from hvd_onebit._processes import launch_environment
 
 __all__ = ["Finding", "Report", "examine"]
 
-_PROBE_TIMEOUT_SECONDS = 120.0
+_PROBE_TIMEOUT_SECONDS = 300.0
 _INSTALL_HOROVOD = "hvd-onebit install-horovod"
 
 # Each probe is a process of its own: an import that crashes is then a finding. It prints one JSON object a line.

@@ -125,7 +125,8 @@ def test_doctor_reports_what_is_broken(tmp_path: Path) -> None:
     # A crash in place of an exception, as a library built for other versions gives.
     (tmp_path / "tensorflow.py").write_text("import os; os.abort()", encoding="utf-8")
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no libmpi')", encoding="utf-8")
-    result = run_cli("doctor", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    result = run_cli("doctor", cwd=tmp_path, PYTHONPATH=path)
     assert result.returncode == 1
     lines = result.stdout.splitlines()
     assert "! torch       ImportError: broken on purpose" in lines

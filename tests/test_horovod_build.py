@@ -268,7 +268,7 @@ def test_stored_wheel_is_found_again(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "wheels").iterdir()] == ["key"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "no checksum", "no wheel"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "another", "no checksum", "no wheel"])
 def test_damaged_wheel_is_noticed(tmp_path: Path, damage: str) -> None:
     entry = tmp_path / "key"
     stored = store_wheel(make_wheel(tmp_path / "horovod-0.28.1-py3-none-any.whl", "text" * 100), entry)
@@ -277,6 +277,8 @@ def test_damaged_wheel_is_noticed(tmp_path: Path, damage: str) -> None:
         stored.write_bytes(data[:-10])
     elif damage == "flipped":
         stored.write_bytes(data[:60] + bytes([data[60] ^ 1]) + data[61:])
+    elif damage == "another":
+        make_wheel(stored)
     elif damage == "no checksum":
         (entry / f"{stored.name}.sha256").unlink()
     else:
@@ -367,6 +369,32 @@ time.sleep({300 if ending == "limit" else 0})
     assert not is_running(pid)
 
 
+def test_the_whole_group_gets_time_to_end(tmp_path: Path) -> None:
+    # As with a shell around mpirun: the first process ends at once, the second has ranks to end before it does.
+    mpirun = f"""
+import signal, time
+def end(*_):
+    time.sleep(0.3)
+    open({str(tmp_path / "ended")!r}, "w").close()
+    raise SystemExit
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(300)
+"""
+    shell = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {mpirun!r}])"
+
+    class Interruption(Exception):  # noqa: N818
+        pass
+
+    def interrupt(line: str) -> None:
+        assert line == "ready"
+        raise Interruption
+
+    with pytest.raises(Interruption):
+        run_python(shell, tmp_path / "log", on_line=interrupt)
+    assert (tmp_path / "ended").exists()
+
+
 def test_sigterm_unwinds() -> None:
     previous = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught, sigterm_unwinds():
@@ -398,7 +426,7 @@ def test_progress_reads_percentages(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.line("  [ 43%] Building CXX object horovod/common/common.cc.o")
         progress.line("no percentage here")
         progress.tick()
-    assert "\r\x1b[2K[ 0:00]  43 % compiling" in stream.getvalue()
+    assert "\r\x1b[2K[ 0:00] 43 % compiling" in stream.getvalue()
     assert stream.getvalue().endswith("\r\x1b[2K[ 0:00] compiling: done in 0:00\n")
 
 
