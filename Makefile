@@ -83,7 +83,7 @@ $(STAMPS)/requirements: requirements.txt $(STAMPS)/venv
 	@$(call timed,pinned packages (3 GB installed; minutes),$(PIP_INSTALL) -r requirements.txt)
 	@touch $@
 
-$(STAMPS)/package: setup.py pyproject.toml $(wildcard hvd_onebit/csrc/*) $(STAMPS)/requirements
+$(STAMPS)/package: setup.py pyproject.toml $(wildcard hvd_onebit/csrc/* *_impl/__init__.py) $(STAMPS)/requirements
 	@$(call timed,hvd_onebit with its C kernels,HVD_ONEBIT_REQUIRE_NATIVE=1 \
 	    $(PIP_INSTALL) --no-build-isolation --no-deps -e .)
 	@touch $@
