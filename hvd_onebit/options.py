@@ -41,6 +41,8 @@ class CompressionOptions:
         error_feedback: False drops the compression error at every step: for experiments only, it converges worse.
         full_precision: names (or shell patterns such as "*.bias") of parameters that are never compressed.
         min_elements: tensors with fewer elements stay in full precision.
+        overlap: start a bucket's exchange as soon as backward has filled it. Gradients must then not be changed between
+            backward and synchronize(), as in Horovod.
         bucket_elements: a bucket holds whole tensors of about this many elements together.
         skip_nonfinite: skip a step, on all ranks together, when a gradient somewhere is NaN or infinite.
         max_skipped_steps: that many skipped steps in a row end the run with an error.
@@ -59,6 +61,7 @@ class CompressionOptions:
     error_feedback: bool = True
     full_precision: tuple[str, ...] = ()
     min_elements: int = 0
+    overlap: bool = True
     bucket_elements: int = 4 * 1024 * 1024
     skip_nonfinite: bool = True
     max_skipped_steps: int = 25

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Generic
 
 from hvd_onebit.codec import Array
@@ -12,46 +13,74 @@ from hvd_onebit.transport import Pending, Transport
 __all__ = ["StepExchange"]
 
 
+@dataclass
+class _Flight(Generic[Array]):
+    """One bucket's exchange: in its alltoall (`received`), then in its allgather (`gathered`)."""
+
+    exchange: CompressedAllreduce[Array]
+    gradient: Array
+    momentum: Array | None
+    beta1: float
+    received: Pending[Array] | None
+    gathered: Pending[Array] | None
+
+
 class StepExchange(Generic[Array]):
     """A step as a transaction: `start` for every bucket, `finish`, then `commit` or `rollback`."""
 
     def __init__(self, transport: Transport[Array], stats: Stats) -> None:
         self._transport = transport
         self._stats = stats
-        self._started: list[tuple[CompressedAllreduce[Array], Array, Array | None, float, Pending[Array]]] = []
+        self._flights: list[_Flight[Array]] = []
 
     def start(
         self, exchange: CompressedAllreduce[Array], gradient: Array, momentum: Array | None, beta1: float
     ) -> None:
         """Collective: compresses a bucket and starts its first collective; the arrays must stay until the end."""
         message = exchange.compress(gradient, momentum, beta1)
-        name = exchange.bucket.name
+        flight = _Flight(exchange, gradient, momentum, beta1, None, None)
         if exchange.is_two_phase:
-            pending = self._transport.alltoall(message, *exchange.alltoall_bytes, name=f"{name}.alltoall")
+            name = f"{exchange.bucket.name}.alltoall"
+            flight.received = self._transport.alltoall(message, *exchange.alltoall_bytes, name=name)
         else:
-            pending = self._transport.allgather(message, exchange.allgather_bytes, name=f"{name}.allgather")
+            self._gather(flight, message)
         self._stats.count(exchange.bytes_sent)
-        self._started.append((exchange, gradient, momentum, beta1, pending))
+        self._flights.append(flight)
+
+    def progress(self) -> None:
+        """Starts the second collective of every bucket whose first one is through; does not wait.
+
+        For transports that match collectives by name: ranks get here at different times.
+        """
+        for flight in self._flights:
+            if flight.gathered is None and flight.received is not None and flight.received.ready():
+                self._reduce(flight)
 
     def finish(self) -> bool:
         """Collective: waits for every bucket; True when all values were finite on all ranks."""
-        collecting: list[tuple[CompressedAllreduce[Array], Pending[Array]]] = []
-        for exchange, _, _, _, pending in self._started:
-            if exchange.is_two_phase:
-                reply = exchange.reduce(pending.wait())
-                name = f"{exchange.bucket.name}.allgather"
-                pending = self._transport.allgather(reply, exchange.allgather_bytes, name=name)
-            collecting.append((exchange, pending))
-        accepted = [exchange.accept(pending.wait()) for exchange, pending in collecting]
+        for flight in self._flights:
+            if flight.gathered is None:
+                self._reduce(flight)
+        accepted = [flight.exchange.accept(flight.gathered.wait()) for flight in self._flights if flight.gathered]
         return all(accepted)
 
+    def _reduce(self, flight: _Flight[Array]) -> None:
+        assert flight.received is not None
+        self._gather(flight, flight.exchange.reduce(flight.received.wait()))
+
+    def _gather(self, flight: _Flight[Array], message: Array) -> None:
+        exchange = flight.exchange
+        name = f"{exchange.bucket.name}.allgather"
+        flight.gathered = self._transport.allgather(message, exchange.allgather_bytes, name=name)
+
     def commit(self) -> None:
-        for exchange, *_ in self._started:
-            exchange.commit()
-        self._started.clear()
+        """Forgets the step's messages: the error feedback stays as it has become."""
+        for flight in self._flights:
+            flight.exchange.commit()
+        self._flights.clear()
 
     def rollback(self) -> None:
         """Puts all error feedback back to what it was before the step, to rounding."""
-        for exchange, gradient, momentum, beta1, _ in self._started:
-            exchange.rollback(gradient, momentum, beta1)
-        self._started.clear()
+        for flight in self._flights:
+            flight.exchange.rollback(flight.gradient, flight.momentum, flight.beta1)
+        self._flights.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -262,20 +262,22 @@ class _TransportMethods:
 
 
 class _CountingCompression:
-    """hvd.Compression, counting what it hands to allreduce."""
+    """hvd.Compression, counting what it hands to allreduce; bfloat16, which Horovod's cannot sum, goes as float32."""
 
     def __init__(self, inner: Any, count: Callable[[int], None]) -> None:
         self._inner = inner
         self._count = count
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        compressed, context = self._inner.compress(tensor)
+        wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        compressed, context = self._inner.compress(wide)
         self._count(compressed.numel() * compressed.element_size())
-        return compressed, context
+        return compressed, (tensor.dtype, context)
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        result: Tensor = self._inner.decompress(tensor, context)
-        return result
+        dtype, inner_context = context
+        result: Tensor = self._inner.decompress(tensor, inner_context)
+        return result.to(dtype)
 
 
 class _OneBitMethods:
@@ -343,8 +345,16 @@ class _OneBitMethods:
     def _allreduce_grad_async(self, p: Tensor) -> Any:
         self._make_dense(p)
         if self._onebit is not None and self._onebit.is_compressed(p):
-            return None, None
+            self._onebit.gradient_is_ready(p)
+            return self._onebit.finish, None  # a handle for Horovod's check of repeated backward passes; never called
+        _make_contiguous(p)
         return self._inherited("_allreduce_grad_async", p)
+
+    def _grouped_allreduce_grad_async(self, ps: Sequence[Tensor]) -> Any:
+        for p in ps:
+            self._make_dense(p)
+            _make_contiguous(p)
+        return self._inherited("_grouped_allreduce_grad_async", ps)
 
     def _make_dense(self, p: Tensor) -> None:
         if p.grad is None or not p.grad.is_sparse:
@@ -506,6 +516,12 @@ def _rebuild(
     optimizer = _make(base, param_groups, defaults, settings)
     optimizer.load_state_dict(state)
     return optimizer
+
+
+def _make_contiguous(p: Tensor) -> None:
+    """Horovod takes no other gradient, and autograd gives it the parameter's own strides."""
+    if p.grad is not None and not p.grad.is_contiguous():
+        p.grad = p.grad.contiguous()
 
 
 def _next_name(process_set: Any) -> str:

@@ -24,7 +24,9 @@ from hvd_onebit.transport import Transport
 __all__ = ["FORMAT_VERSION", "SCHEDULE", "CompressionEngine", "Engine", "all_finite", "floor_variance"]
 
 FORMAT_VERSION = 1
-SCHEDULE = "onebit_schedule"  # in the first parameter group: whatever copies the groups carries the schedule with it
+# in the first parameter group: whatever copies the groups carries these with it
+SCHEDULE = "onebit_schedule"
+STEP = "onebit_step"  # committed updates
 
 Group = dict[str, Any]
 BucketKey = tuple[int, int, str]  # group, frozen step, device
@@ -63,6 +65,7 @@ class Engine:
         self._schedule = FreezeSchedule(self.options, rule.memory(optimizer.param_groups[0]))
         self._agreement = Agreement(transport, "agreement")
         self._buckets: dict[BucketKey, list[CompressedBucket]] = {}
+        self._bucket_of: dict[Tensor, CompressedBucket] = {}
         self._in_flight: StepExchange[Tensor] = StepExchange(transport, self.stats)
         self._finite = True
         self._static_digest: bytes | None = None
@@ -70,7 +73,8 @@ class Engine:
         self._restorable_errors: dict[str, Any] = {}
         self._told = False
         # groups are shared with the wrapped optimizer, which may have been wrapped before
-        optimizer.param_groups[0].pop(SCHEDULE, None)
+        for key in (SCHEDULE, STEP):
+            optimizer.param_groups[0].pop(key, None)
         self.initialise_state()
 
     # -- agreed state ------------------------------------------------------------------------------------------------
@@ -78,7 +82,7 @@ class Engine:
     @property
     def step(self) -> int:
         """Committed updates."""
-        return max((int(state["step"]) for state in self._states().values() if "step" in state), default=0)
+        return int(self._optimizer.param_groups[0][STEP])
 
     def is_compressed(self, p: Tensor) -> bool:
         """True when this parameter travels as bits."""
@@ -104,7 +108,11 @@ class Engine:
                     state.setdefault(FROZEN_STEP, NOT_FROZEN)
                     state.setdefault(VARIANCE_STEPS, 0)
                     state.setdefault(WARM_SINCE, 0)
-        self._optimizer.param_groups[0].setdefault(SCHEDULE, self._schedule_state())
+        first = self._optimizer.param_groups[0]
+        if STEP not in first:
+            # fresh, or from a plain optimizer's checkpoint
+            first[STEP] = max((int(state["step"]) for state in self._states().values() if "step" in state), default=0)
+        first.setdefault(SCHEDULE, self._schedule_state())
         self._static_digest = None
 
     def _states(self) -> dict[Any, dict[str, Any]]:
@@ -142,6 +150,9 @@ class Engine:
         """Collective: compares the ranks' state and starts what can be started."""
         raise NotImplementedError
 
+    def gradient_is_ready(self, p: Tensor) -> None:
+        """Called by backward for a compressed parameter, if the caller has hooks."""
+
     def finish(self) -> None:
         """Collective: completes the exchanges; the full-precision gradients are averaged by now."""
         raise NotImplementedError
@@ -165,6 +176,10 @@ class Engine:
         self._tell_once()
         self._build_buckets()
 
+    def _forget_step(self) -> None:
+        """Drops what is under way."""
+        self._in_flight = StepExchange(self._transport, self.stats)
+
     def _full_precision_finite(self) -> bool:
         if not self.options.skip_nonfinite:
             return True
@@ -187,6 +202,7 @@ class Engine:
 
     def _end_step(self, stage: str) -> None:
         self.stats.end_step(stage, skipped=not self._finite)
+        self._optimizer.param_groups[0][STEP] += self._finite
         self.stats.stage, self.stats.step = self.stage, self.step
         if not self._finite:
             self._report_skip()
@@ -257,6 +273,7 @@ class Engine:
                 self._mark_live(bucket)
                 self._restore_errors(bucket)
         self._buckets.update(new)
+        self._bucket_of = {p: bucket for bucket in self._all_buckets() for p in bucket.parameters}
 
     def _mark_live(self, bucket: CompressedBucket) -> None:
         """Takes coordinates whose variance is zero out of the exchange, with dead="hold"."""
@@ -339,7 +356,7 @@ class Engine:
     def _take_checksum(self) -> None:
         self._checksums = {}
         every = self.options.check_every
-        if every and self._buckets and self.step % every == 0:
+        if every and self._buckets and (self.step + 1) % every == 0:
             checksum = 0
             for bucket in self._all_buckets():
                 checksum = zlib.crc32(bucket.exchange.checksum_bytes(), checksum)
@@ -375,7 +392,7 @@ class Engine:
         self._buckets = {}
         self._restorable_errors = {}
         self._checksums = {}
-        self._in_flight = StepExchange(self._transport, self.stats)
+        self._forget_step()
         for p, saved in zip(self.parameters(), saved_states, strict=True):
             state = self._states()[p]
             for name, value in state.items():
@@ -439,21 +456,47 @@ class CompressionEngine(Engine):
     """Optimizers that warm up in full precision, freeze, and then send their momentum (1-bit Adam, LAMB, SGD)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
         self._gradients_written = False
+        self._started: set[CompressedBucket] = set()  # looked up only, never iterated
+        self._arrived: set[Tensor] = set()
+        super().__init__(*args, **kwargs)
         if self.options.freeze_step == 0 and self.step == 0 and self._transport.size > 1:
             self._freeze(self._compressible(), 0)
+
+    def gradient_is_ready(self, p: Tensor) -> None:
+        """Called by backward for a compressed parameter: a bucket that is now full starts on its way."""
+        if not self.options.overlap:
+            return
+        if not self._arrived:
+            self._build_buckets()
+        self._arrived.add(p)
+        bucket = self._bucket_of[p]
+        if bucket not in self._started and self._arrived.issuperset(bucket.parameters):
+            self._start(bucket)
+        self._in_flight.progress()
 
     def begin(self) -> None:
         self._prepare()
         self._start_agreement()
         self._gradients_written = False
-        with torch.no_grad():
-            for bucket in self._all_buckets():
-                bucket.gather(self._gradient_scale)
-                momentum, beta1 = self._rule.prepare(bucket, self._states())
-                self._in_flight.start(bucket.exchange, bucket.values, momentum, beta1)
+        for bucket in self._all_buckets():
+            if bucket not in self._started:
+                self._start(bucket)
+        self._started.clear()
+        self._arrived.clear()
         self._finish_agreement()
+
+    def _forget_step(self) -> None:
+        super()._forget_step()
+        self._started.clear()
+        self._arrived.clear()
+
+    @torch.no_grad()
+    def _start(self, bucket: CompressedBucket) -> None:
+        self._started.add(bucket)
+        bucket.gather(self._gradient_scale)
+        momentum, beta1 = self._rule.prepare(bucket, self._states())
+        self._in_flight.start(bucket.exchange, bucket.values, momentum, beta1)
 
     def finish(self) -> None:
         arrived = self._in_flight.finish()

@@ -19,7 +19,8 @@ __all__ = ["HorovodTransport", "HostTransport"]
 class _Then:
     """A pending result with a function applied to it."""
 
-    def __init__(self, wait: Callable[[], Any], convert: Callable[[Any], Any]) -> None:
+    def __init__(self, ready: Callable[[], bool], wait: Callable[[], Any], convert: Callable[[Any], Any]) -> None:
+        self.ready = ready
         self._wait = wait
         self._convert = convert
 
@@ -84,7 +85,7 @@ class HorovodTransport:
         return f"{self._prefix}.{name}"
 
     def _pending(self, handle: int, convert: Callable[[Any], Any]) -> Pending[Any]:
-        return _Then(lambda: self._hvd.synchronize(handle), convert)
+        return _Then(lambda: bool(self._hvd.poll(handle)), lambda: self._hvd.synchronize(handle), convert)
 
 
 def _split_frames(framed: bytes) -> list[bytes]:
@@ -114,17 +115,17 @@ class HostTransport:
         self, message: Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
     ) -> Pending[Tensor]:
         pending = self._inner.alltoall(message.cpu().numpy(), send_bytes, receive_bytes, name=name)
-        return _Then(pending.wait, _tensor_on(message.device))
+        return _Then(pending.ready, pending.wait, _tensor_on(message.device))
 
     def allgather(self, message: Tensor, receive_bytes: Sequence[int], *, name: str) -> Pending[Tensor]:
         pending = self._inner.allgather(message.cpu().numpy(), receive_bytes, name=name)
-        return _Then(pending.wait, _tensor_on(message.device))
+        return _Then(pending.ready, pending.wait, _tensor_on(message.device))
 
     def allreduce(self, values: Tensor, *, name: str) -> Pending[Tensor]:
         # NumPy has no bfloat16: half precision is averaged as float32
         wide = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
         pending = self._inner.allreduce(wide.contiguous().cpu().numpy(), name=name)
-        return _Then(pending.wait, lambda mean: torch.from_numpy(mean).to(values.device, values.dtype))
+        return _Then(pending.ready, pending.wait, lambda mean: torch.from_numpy(mean).to(values.device, values.dtype))
 
     def allgather_bytes(self, data: bytes, *, name: str) -> Pending[list[bytes]]:
         return self._inner.allgather_bytes(data, name=name)

@@ -18,6 +18,10 @@ Result = TypeVar("Result", covariant=True)
 class Pending(Protocol[Result]):
     """A collective under way."""
 
+    def ready(self) -> bool:
+        """True when `wait` would not block. Not collective."""
+        ...
+
     def wait(self) -> Result:
         """Blocks until the result is there; called once."""
         ...

@@ -49,6 +49,10 @@ class _Group:
             meeting.deposits[rank] = value
             self.condition.notify_all()
 
+    def is_complete(self, key: tuple[str, int]) -> bool:
+        with self.condition:
+            return self.failure is not None or len(self.meetings[key].deposits) == self.size
+
     def collect(self, key: tuple[str, int]) -> list[Any]:
         with self.condition:
             meeting = self.meetings[key]
@@ -70,6 +74,9 @@ class _LocalPending:
         self._group = group
         self._key = key
         self._combine = combine
+
+    def ready(self) -> bool:
+        return self._group.is_complete(self._key)
 
     def wait(self) -> Any:
         return self._combine(self._group.collect(self._key))

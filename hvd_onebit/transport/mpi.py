@@ -23,6 +23,9 @@ class _MPIPending:
         self._finish = finish
         self._buffers = buffers  # MPI reads and writes them until the request completes
 
+    def ready(self) -> bool:
+        return bool(self._request.Test())
+
     def wait(self) -> Any:
         self._request.Wait()
         return self._finish()
