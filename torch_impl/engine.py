@@ -27,6 +27,7 @@ FORMAT_VERSION = 1
 # in the first parameter group: whatever copies the groups carries these with it
 SCHEDULE = "onebit_schedule"
 STEP = "onebit_step"  # committed updates
+CHECKSUMS = "onebit_checksums"  # compared at the next step
 
 Group = dict[str, Any]
 BucketKey = tuple[int, int, str]  # group, frozen step, device
@@ -69,11 +70,10 @@ class Engine:
         self._in_flight: StepExchange[Tensor] = StepExchange(transport, self.stats)
         self._finite = True
         self._static_digest: bytes | None = None
-        self._checksums: dict[str, int] = {}
         self._restorable_errors: dict[str, Any] = {}
         self._told = False
         # groups are shared with the wrapped optimizer, which may have been wrapped before
-        for key in (SCHEDULE, STEP):
+        for key in (SCHEDULE, STEP, CHECKSUMS):
             optimizer.param_groups[0].pop(key, None)
         self.initialise_state()
 
@@ -113,7 +113,17 @@ class Engine:
             # fresh, or from a plain optimizer's checkpoint
             first[STEP] = max((int(state["step"]) for state in self._states().values() if "step" in state), default=0)
         first.setdefault(SCHEDULE, self._schedule_state())
+        first.setdefault(CHECKSUMS, {})
         self._static_digest = None
+
+    @property
+    def _checksums(self) -> dict[str, int]:
+        checksums: dict[str, int] = self._optimizer.param_groups[0][CHECKSUMS]
+        return checksums
+
+    def _set_checksums(self, checksums: dict[str, int]) -> None:
+        # a new object each time: a state_dict taken earlier keeps what it had
+        self._optimizer.param_groups[0][CHECKSUMS] = checksums
 
     def _states(self) -> dict[Any, dict[str, Any]]:
         states: dict[Any, dict[str, Any]] = self._optimizer.state
@@ -354,13 +364,13 @@ class Engine:
             self._agreement.finish(self._fields)
 
     def _take_checksum(self) -> None:
-        self._checksums = {}
+        self._set_checksums({})
         every = self.options.check_every
         if every and self._buckets and (self.step + 1) % every == 0:
             checksum = 0
             for bucket in self._all_buckets():
                 checksum = zlib.crc32(bucket.exchange.checksum_bytes(), checksum)
-            self._checksums["checksum of the averaged momentum"] = checksum
+            self._set_checksums({"checksum of the averaged momentum": checksum})
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -391,7 +401,6 @@ class Engine:
         """
         self._buckets = {}
         self._restorable_errors = {}
-        self._checksums = {}
         self._forget_step()
         for p, saved in zip(self.parameters(), saved_states, strict=True):
             state = self._states()[p]
@@ -613,7 +622,7 @@ class CompressionEngine(Engine):
             state[VARIANCE_STEPS] = int(state["step"])
         self._rule.freeze(ready, self._states())
         self._adopt(new)
-        self._checksums["checksum of the frozen variance"] = checksum
+        self._set_checksums({**self._checksums, "checksum of the frozen variance": checksum})
         self._count_elements()
         if self._transport.rank == 0:
             notices.frozen(

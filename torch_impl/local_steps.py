@@ -118,7 +118,7 @@ class LocalStepsEngine(Engine):
         if variance_due or sync_due:
             self._start_agreement()
             self._finish_agreement()
-        self._checksums.clear()
+        self._set_checksums({})
         for bucket in self._all_buckets():
             bucket.gather(self._gradient_scale)
         if variance_due and self._finite:
