@@ -7,7 +7,16 @@ import logging
 from hvd_onebit.schedule import delay_of
 from hvd_onebit.stats import Stats
 
-__all__ = ["back_to_warm_up", "dropped_errors", "frozen", "nothing_to_compress", "one_rank", "skipped", "started"]
+__all__ = [
+    "back_to_warm_up",
+    "dropped_errors",
+    "frozen",
+    "not_distributed",
+    "nothing_to_compress",
+    "one_rank",
+    "skipped",
+    "started",
+]
 
 log = logging.getLogger("hvd_onebit")
 
@@ -84,3 +93,13 @@ def dropped_errors(reason: str) -> None:
 def skipped(step: int, in_a_row: int) -> None:
     """Said at every skipped step."""
     log.warning("step %d skipped on all ranks: a gradient was NaN or infinite (%d in a row)", step, in_a_row)
+
+
+def not_distributed(optimizer: str) -> None:
+    """Said once, when a model on several ranks is trained without averaging."""
+    log.warning(
+        "the model was compiled with %s and there are several ranks: nothing averages its gradients, so that every "
+        "rank trains a model of its own; compile it with DistributedOptimizer(%s(...))",
+        optimizer,
+        optimizer,
+    )

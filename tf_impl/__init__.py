@@ -1,0 +1,15 @@
+"""1-bit Adam for TensorFlow and Keras 3 on Horovod: one changed line in a Horovod script.
+
+import hvd_onebit.tensorflow as onebit
+optimizer = onebit.DistributedOptimizer(keras.optimizers.AdamW(1e-3), freeze_step=2000)
+model.fit(..., callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
+"""
+
+from __future__ import annotations
+
+from hvd_onebit.errors import OneBitError
+from hvd_onebit.tensorflow import callbacks
+from hvd_onebit.tensorflow.distributed import DistributedOptimizer
+from hvd_onebit.tensorflow.optimizers import OneBitAdam
+
+__all__ = ["DistributedOptimizer", "OneBitAdam", "OneBitError", "callbacks"]

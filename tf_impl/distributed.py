@@ -1,0 +1,686 @@
+"""DistributedOptimizer: a Keras optimizer whose `apply` averages over Horovod's ranks, compressed after a warm-up.
+
+Keras 3 has no seam for Horovod, and Horovod's own Keras wrapper doesn't know Keras 3: there its optimizer averages
+nothing. So these are subclasses of Keras's optimizers that override `apply`, built on horovod.tensorflow's collectives
+alone. Nothing of Keras's or Horovod's is patched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import ops as graph_ops
+from tensorflow.python.ops import control_flow_util
+
+from hvd_onebit.errors import OneBitError
+from hvd_onebit.options import CompressionOptions, options_from
+from hvd_onebit.stats import Stats
+from hvd_onebit.tensorflow.engine import CompressionEngine, native
+from hvd_onebit.tensorflow.optimizers import OneBitAdam
+from hvd_onebit.tensorflow.transport import HorovodTransport, HostTransport, TensorTransport
+from hvd_onebit.transport import Transport
+
+__all__ = ["DistributedOptimizer", "is_distributed"]
+
+_instances: Counter[str] = Counter()  # optimizers that were traced, by process set: part of their collectives' names
+_STORE_PREFIX = "onebit."
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of DistributedOptimizer that outlive it."""
+
+    options: CompressionOptions
+    sums_passes: bool = False
+    sparse_as_dense: bool = False
+    transport: Transport[Any] | None = None
+    compression: Any = None
+    op: Any = None
+    gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
+    process_set: Any = None
+
+    def as_config(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        if self.transport is not None:
+            raise TypeError(
+                "an optimizer on a transport cannot be saved with its model: save the model's weights instead"
+            )
+        if self.process_set.process_set_id != 0:
+            raise TypeError(
+                "an optimizer on a process set cannot be saved with its model: use model.save_weights() and a "
+                "tf.train.Checkpoint of the optimizer"
+            )
+        return {
+            "options": self.options.as_fields(),
+            "sums_passes": self.sums_passes,
+            "sparse_as_dense": self.sparse_as_dense,
+            "compression": _name_in(_compressions(), self.compression),
+            "op": _name_in(_ops(), self.op),
+            "gradient_predivide_factor": self.gradient_predivide_factor,
+            "num_groups": self.num_groups,
+        }
+
+    @staticmethod
+    def of_config(config: dict[str, Any]) -> _Settings:
+        """What `as_config` returned."""
+        op, compression = _ops()[config["op"]], _compressions()[config["compression"]]
+        options = options_from(config["options"])
+        op, compression, process_set = _horovod_defaults(op, compression, None, config["gradient_predivide_factor"])
+        names = ("sums_passes", "sparse_as_dense", "gradient_predivide_factor", "num_groups")
+        kept = {name: config[name] for name in names}
+        return _Settings(options, op=op, compression=compression, process_set=process_set, **kept)
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    compression: Any = None,
+    backward_passes_per_step: int = 1,
+    op: Any = None,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+    transport: Transport[Any] | None = None,
+    **options: Any,
+) -> Any:
+    """The optimizer, averaging over Horovod's ranks: in full precision at first, then one bit an element.
+
+    The first `freeze_step` updates are Keras's own, from gradients averaged by Horovod. Then the variance is frozen and
+    the momentum travels, compressed, with error feedback (Tang et al. 2021, arXiv 2102.02888). Construction is not
+    collective; `apply` is.
+
+    `clipnorm`, `clipvalue` and `global_clipnorm` of the optimizer act on the averaged gradient during warm-up, as on
+    one process. Afterwards no rank knows it, and each clips its own gradients before they are sent. To clip each rank's
+    own in both stages, clip before `apply`.
+
+    Gradients that are None count as zero. Variables are those that the optimizer was built on, by `build`, by Keras, or
+    by the first `apply`: variables added later are refused.
+
+    Args:
+        optimizer: keras.optimizers.Adam, AdamW or OneBitAdam, or a keras.optimizers.LossScaleOptimizer of one. With
+            mixed_float16 do wrap it in a LossScaleOptimizer first: Keras's own, put around this one, looks for overflow
+            on one rank only, and is refused.
+        compression: hvd.Compression for the full-precision stage; default none.
+        backward_passes_per_step: as in Horovod: that many calls of `apply` make one exchange and one step of the
+            schedule, of their gradients' sum. An optimizer's own gradient_accumulation_steps takes their mean.
+        op: hvd.Average (default) or hvd.Sum.
+        gradient_predivide_factor: as in Horovod, in full precision.
+        average_aggregated_gradients: as in Horovod: the mean of the backward passes instead of the sum.
+        num_groups: as in Horovod, deprecated there.
+        groups: as in Horovod, during warm-up; a number only.
+        sparse_as_dense: sum sparse gradients into dense ones; without it a sparse gradient is refused.
+        process_set: as in Horovod.
+        transport: average over this transport of `hvd_onebit.transport` instead of Horovod, in eager code.
+        **options: of `hvd_onebit.options.CompressionOptions`: freeze_step, exchange, scale, block, full_precision, ...
+
+    Returns:
+        An optimizer of a subclass of the given one's class, with `stats`. If the given one was built, for instance
+        because it was loaded with its model, its state is taken over.
+
+    Raises:
+        TypeError: the optimizer or an option of a kind that cannot be served.
+        ValueError: a value out of range; a distribution strategy.
+        OneBitError: Horovod is not initialised.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return _distributed_loss_scaling(
+            optimizer,
+            compression=compression,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            average_aggregated_gradients=average_aggregated_gradients,
+            num_groups=num_groups,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+            transport=transport,
+            **options,
+        )
+    options_given = _options_of(optimizer, options)
+    _check_optimizer(optimizer, options_given)
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step!r}")
+    if backward_passes_per_step > 1 and optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            "the optimizer has gradient_accumulation_steps: leave backward_passes_per_step at 1, or one would multiply "
+            "the other"
+        )
+    if groups is not None and not isinstance(groups, int):
+        raise TypeError("groups must be a number of groups here, not lists of variables")
+    if transport is None:
+        op, compression, process_set = _horovod_defaults(op, compression, process_set, gradient_predivide_factor)
+    settings = _Settings(
+        options=options_given,
+        sums_passes=backward_passes_per_step > 1 and not average_aggregated_gradients,
+        sparse_as_dense=sparse_as_dense,
+        transport=transport,
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=groups if groups is not None else num_groups,
+        process_set=process_set,
+    )
+    config = optimizer.get_config()
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+        # the user's own schedule object: a custom one need not be registered with Keras
+        config["learning_rate"] = optimizer._learning_rate
+    if backward_passes_per_step > 1:
+        config["gradient_accumulation_steps"] = backward_passes_per_step
+    distributed = _CLASSES[type(optimizer)](**config, onebit=settings)
+    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(optimizer, name):
+            setattr(distributed, name, getattr(optimizer, name))
+    if optimizer.built:
+        distributed.build(list(optimizer._trainable_variables))
+        distributed.take_over(optimizer)
+    return distributed
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """True for what `DistributedOptimizer` returns."""
+    return isinstance(optimizer, (_Distributed, DistributedLossScaleOptimizer))
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _options_of(optimizer: Any, given: dict[str, Any]) -> CompressionOptions:
+    if not isinstance(optimizer, OneBitAdam):
+        return options_from(given)
+    options_from(given)
+    return replace(optimizer.compression_options, **given)
+
+
+def _check_optimizer(optimizer: Any, options: CompressionOptions) -> None:
+    if is_distributed(optimizer):
+        raise TypeError("this optimizer is distributed already: wrap it once, with one DistributedOptimizer")
+    if type(optimizer) not in _CLASSES:
+        names = ", ".join(cls.__name__ for cls in _CLASSES)
+        raise TypeError(
+            f"DistributedOptimizer serves {names}, not {type(optimizer).__name__}: the compression stage has to know "
+            "the optimizer's update rule. Use one of them."
+        )
+    if options.freeze_step == 0:
+        raise ValueError("freeze_step=0 leaves Adam without a variance to freeze: it must be at least 1")
+    for name in ("beta_1", "beta_2", "epsilon"):
+        value = getattr(optimizer, name)
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, since all ranks compare it; got {value!r}")
+    if keras.backend.backend() != "tensorflow":
+        raise TypeError(
+            f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use hvd_onebit.torch with "
+            f"PyTorch"
+        )
+    _refuse_strategy()
+
+
+def _refuse_strategy() -> None:
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            f"{type(tf.distribute.get_strategy()).__name__} is active: Horovod already averages over processes, and "
+            "both together would average twice. Leave the strategy's scope, and start one process a device with "
+            "horovodrun."
+        )
+
+
+def _horovod_defaults(op: Any, compression: Any, process_set: Any, predivide: float) -> tuple[Any, Any, Any]:
+    import horovod.tensorflow as hvd
+
+    if not hvd.is_initialized():
+        raise OneBitError("Horovod is not initialised: call hvd.init() before DistributedOptimizer")
+    op = hvd.Average if op is None else op
+    if op not in (hvd.Average, hvd.Sum):
+        raise ValueError("op must be hvd.Average or hvd.Sum: Adasum combines gradients in a way that bits cannot carry")
+    if predivide != 1.0 and op != hvd.Average:
+        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
+    process_set = hvd.global_process_set if process_set is None else process_set
+    return op, hvd.Compression.none if compression is None else compression, process_set
+
+
+def _ops() -> dict[str, Any]:
+    import horovod.tensorflow as hvd
+
+    return {"Average": hvd.Average, "Sum": hvd.Sum}
+
+
+def _compressions() -> dict[str, Any]:
+    import horovod.tensorflow as hvd
+
+    return {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
+
+
+def _name_in(known: dict[str, Any], value: Any) -> str:
+    for name, each in known.items():
+        if each == value:
+            return name
+    raise TypeError(f"{value!r} cannot be saved with a model: only {', '.join(known)} can")
+
+
+def _next_name(process_set: Any) -> str:
+    key = str(process_set.process_set_id)
+    _instances[key] += 1
+    return f"onebit.{key}.{_instances[key]}"
+
+
+# -- the optimizers ----------------------------------------------------------------------------------------------------
+
+
+# Keras's class comes next in the order of methods; it is unknown to type checkers, and so are its attributes
+_Base: Any = object
+
+
+class _Distributed(_Base):
+    """What is put over Keras's optimizer classes."""
+
+    def __init__(self, *args: Any, onebit: _Settings | dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if onebit is None:
+            raise TypeError(f"{type(self).__name__} is made by hvd_onebit.tensorflow.DistributedOptimizer")
+        settings = _Settings.of_config(onebit) if isinstance(onebit, dict) else onebit
+        super().__init__(*args, **kwargs)
+        self._settings = _Untracked(settings)
+        self._engine = _Untracked(None)
+        self._steps = _Untracked(None)
+        self._stats = _Untracked(Stats())
+        self._is_scaled_elsewhere = False
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of this rank: stage, steps, bytes sent, elements compressed, steps skipped."""
+        return self._stats.value
+
+    # -- what the engine asks --
+
+    def momentum_of(self, index: int) -> tf.Variable:
+        """The momentum of variable `index`."""
+        return native(self._momentums[index])
+
+    def variance_of(self, index: int) -> tf.Variable:
+        """What the update takes the root of."""
+        variances = self._velocity_hats if self.amsgrad else self._velocities
+        return native(variances[index])
+
+    def decoupled_weight_decay_of(self, variable: tf.Variable) -> float:
+        """The weight decay that acts beside the update."""
+        return self._weight_decay_of(variable) if getattr(self, "decoupled_weight_decay", True) else 0.0
+
+    def coupled_weight_decay(self, variable: tf.Variable) -> float:
+        """The weight decay that is added to the gradient."""
+        return 0.0 if getattr(self, "decoupled_weight_decay", True) else self._weight_decay_of(variable)
+
+    def _weight_decay_of(self, variable: tf.Variable) -> float:
+        return float(self.weight_decay or 0.0) if self._use_weight_decay(variable) else 0.0
+
+    def clip(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The gradients, clipped as the optimizer was told to."""
+        return list(self._clip_gradients(list(gradients)))
+
+    def plain_update(self, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable], *, clip: bool) -> None:
+        """Keras's own update, in full precision."""
+        if not variables:
+            return
+        if clip:
+            gradients = self.clip(gradients)
+        self._apply_weight_decay(variables)
+        self._backend_update_step(gradients, variables, self.learning_rate)
+
+    # -- Keras's interface --
+
+    def build(self, variables: Any) -> None:
+        """Creates all variables; they must exist before a graph is traced."""
+        if self.built:
+            return
+        _refuse_strategy()
+        super().build(variables)
+        settings: _Settings = self._settings.value
+        transport: TensorTransport
+        gradient_scale, wire_bytes = 1.0, 8
+        if settings.transport is not None:
+            transport = HostTransport(settings.transport)
+        else:
+            import horovod.tensorflow as hvd
+
+            if not settings.process_set.included():
+                return
+            transport = HorovodTransport(
+                settings.process_set,
+                lambda: _next_name(settings.process_set),
+                compression=settings.compression,
+                op=settings.op,
+                predivide=settings.gradient_predivide_factor,
+                num_groups=settings.num_groups,
+            )
+            gradient_scale = float(transport.size) if settings.op == hvd.Sum else 1.0
+            wire_bytes = 2 if settings.compression == hvd.Compression.fp16 else 8
+        self._engine = _Untracked(
+            CompressionEngine(
+                self,
+                self._trainable_variables,
+                settings.options,
+                transport,
+                self.stats,
+                gradient_scale=gradient_scale,
+                wire_bytes=wire_bytes,
+            )
+        )
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Collective: one update from this rank's gradients. All ranks skip it if one has a NaN or an infinity."""
+        if self._is_scaled_elsewhere:
+            raise TypeError(_WRONG_ORDER)
+        _refuse_xla()
+        if not self.built:
+            if trainable_variables is None:
+                raise ValueError("apply() without variables needs build(variables) before it")
+            with tf.init_scope():
+                self.build(list(trainable_variables))
+        engine: CompressionEngine | None = self._engine.value
+        gradients = self._all_gradients(grads, trainable_variables)
+        if engine is None:
+            super().apply(gradients, self._trainable_variables)
+        elif tf.executing_eagerly() and engine.transport.runs_in_graph:
+            # in a graph of its own: collectives get names of their own there, and run beside each other
+            if self._steps.value is None:
+                self._steps = _Untracked(tf.function(self._apply_all, autograph=False))
+            self._steps.value(gradients)
+        else:
+            self._apply_all(gradients)
+
+    def _all_gradients(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list[tf.Tensor]:
+        """A dense gradient for every variable that the optimizer was built on, in that order."""
+        built: list[Any] = self._trainable_variables
+        given = built if variables is None else list(variables)
+        if len(given) != len(grads):
+            raise ValueError(f"{len(grads)} gradients for {len(given)} variables")
+        by_key: dict[Any, Any] = {}
+        for gradient, variable in zip(grads, given, strict=True):
+            key = self._var_key(variable)
+            if key not in self._trainable_variables_indices:
+                raise ValueError(
+                    f"variable {getattr(variable, 'path', variable.name)!r} is not among those that the optimizer was "
+                    "built on: buckets and collectives are fixed then. Build it on all variables that it will ever "
+                    "train, optimizer.build(model.variables), or compile the model again with a new optimizer after a "
+                    "change of layer.trainable."
+                )
+            by_key[key] = gradient
+        return [self._dense(by_key.get(self._var_key(v)), native(v)) for v in built]
+
+    def _dense(self, gradient: Any, variable: tf.Variable) -> tf.Tensor:
+        if gradient is None:
+            return tf.zeros(variable.shape, variable.dtype)
+        if isinstance(gradient, tf.IndexedSlices) and not self._settings.value.sparse_as_dense:
+            raise TypeError(
+                f"variable {variable.name!r} has a sparse gradient, which Adam cannot take: pass sparse_as_dense=True "
+                "to sum it into a dense one"
+            )
+        return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
+
+    def _apply_all(self, gradients: list[tf.Tensor]) -> tf.Tensor:
+        """What Keras's `apply` does around the update: unscaling, accumulation, constraints, moving average."""
+        if self.loss_scale_factor is not None:
+            gradients = [g / self.loss_scale_factor for g in gradients]
+        iterations = native(self._iterations)
+        passes = self.gradient_accumulation_steps
+        if not passes:
+            return self._update(gradients, iterations, 1)
+        accumulated = [native(v) for v in self._accumulated_gradients]
+
+        def accumulate() -> tf.Tensor:
+            for variable, gradient in zip(accumulated, gradients, strict=True):
+                variable.assign_add(gradient)
+            self._end_pass(iterations)
+            return tf.constant(True)
+
+        def update() -> tf.Tensor:
+            total = [g + variable for g, variable in zip(gradients, accumulated, strict=True)]
+            mean = total if self._settings.value.sums_passes else [g / passes for g in total]
+            made = self._update(mean, iterations, passes)
+            for variable in accumulated:
+                variable.assign(tf.zeros_like(variable))
+            return made
+
+        return tf.cond((iterations + 1) % passes == 0, update, accumulate)
+
+    def _update(self, gradients: list[tf.Tensor], iterations: tf.Variable, passes: int) -> tf.Tensor:
+        made = self._engine.value.step(gradients)
+
+        def commit() -> bool:
+            for variable in self._trainable_variables:
+                constraint = getattr(variable, "constraint", None)
+                if constraint is not None:
+                    variable.assign(constraint(variable))
+            self._end_pass(iterations)
+            return True
+
+        def skip() -> bool:
+            # the passes whose gradients are dropped don't count either
+            iterations.assign_sub(passes - 1)
+            return False
+
+        return tf.cond(made, commit, skip)
+
+    def _end_pass(self, iterations: tf.Variable) -> None:
+        if self.use_ema:
+            variables = self._trainable_variables
+            self._update_model_variables_moving_average(variables)
+            every = self.ema_overwrite_frequency
+            if every:
+
+                def overwrite() -> bool:
+                    self._overwrite_model_variables_with_average_value(variables)
+                    return True
+
+                tf.cond((native(self.iterations) + 1) % every == 0, overwrite, lambda: False)
+        iterations.assign_add(1)
+
+    # -- loss scaling --
+
+    @property
+    def loss_scale_factor(self) -> Any:
+        """As Keras's."""
+        return self._loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        # Keras's LossScaleOptimizer clears it on the optimizer that it is put around: there is no other sign of it
+        self._loss_scale_factor = value
+        self._is_scaled_elsewhere = True
+
+    def scaled_by(self, owner: Any) -> None:
+        """Tells that `owner`, which looks for overflow on all ranks, was put around this optimizer."""
+        assert isinstance(owner, DistributedLossScaleOptimizer)
+        self._is_scaled_elsewhere = False
+
+    # -- state --
+
+    def take_over(self, optimizer: Any) -> None:
+        """Copies the state of the optimizer that this one was made of."""
+        for mine, theirs in zip(self.variables, optimizer.variables, strict=False):
+            mine.assign(theirs)
+
+    def get_config(self) -> dict[str, Any]:
+        """Keras's, with the arguments of DistributedOptimizer."""
+        return {**super().get_config(), "onebit": self._settings.value.as_config()}
+
+    def save_own_variables(self, store: Any) -> None:
+        """Keras's, with this rank's compression errors. Not collective."""
+        super().save_own_variables(store)
+        if self._engine.value is not None:
+            for name, array in self._engine.value.state().items():
+                store[_STORE_PREFIX + name] = array
+
+    def load_own_variables(self, store: Any) -> None:
+        """Restores a checkpoint of this optimizer or of the plain one. Not collective; do it on every rank.
+
+        Raises:
+            ValueError: the checkpoint does not fit or is damaged; the optimizer is as it was.
+        """
+        # not every store iterates over its names
+        saved = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118
+        plain = {name: array for name, array in saved.items() if not name.startswith(_STORE_PREFIX)}
+        errors = {name.removeprefix(_STORE_PREFIX): array for name, array in saved.items() if name not in plain}
+        engine: CompressionEngine | None = self._engine.value
+        variables = self.variables
+        own = [] if engine is None else [engine.table, engine.schedule]
+        theirs = [v for v in variables if not any(v is mine for mine in own)]
+        if len(plain) == len(theirs) and own and not errors:
+            wanted = dict(zip(map(str, range(len(theirs))), theirs, strict=True))
+        else:
+            wanted = dict(zip(map(str, range(len(variables))), variables, strict=True))
+        _check_checkpoint(plain, wanted, errors)
+        for mine in own:
+            mine.assign(tf.zeros_like(native(mine)))
+        for name, variable in wanted.items():
+            variable.assign(plain[name])
+        if engine is not None:
+            engine.load(errors or None)
+
+
+class _Untracked:
+    """Holds what Keras's and TensorFlow's tracking of attributes should not look into."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@keras.saving.register_keras_serializable(package="hvd_onebit")
+class DistributedAdam(_Distributed, keras.optimizers.Adam):
+    """keras.optimizers.Adam on Horovod; made by `DistributedOptimizer`."""
+
+
+@keras.saving.register_keras_serializable(package="hvd_onebit")
+class DistributedAdamW(_Distributed, keras.optimizers.AdamW):
+    """keras.optimizers.AdamW on Horovod; made by `DistributedOptimizer`."""
+
+
+@keras.saving.register_keras_serializable(package="hvd_onebit")
+class DistributedOneBitAdam(_Distributed, OneBitAdam):
+    """OneBitAdam on Horovod; made by `DistributedOptimizer`."""
+
+
+_CLASSES: dict[type, Callable[..., Any]] = {
+    keras.optimizers.Adam: DistributedAdam,
+    keras.optimizers.AdamW: DistributedAdamW,
+    OneBitAdam: DistributedOneBitAdam,
+}
+
+
+@keras.saving.register_keras_serializable(package="hvd_onebit")
+class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """keras.optimizers.LossScaleOptimizer that skips a step on all ranks when one overflows."""
+
+    def __init__(self, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(inner_optimizer, *args, **kwargs)
+        inner_optimizer.scaled_by(self)
+        self._steps = _Untracked(None)
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of this rank."""
+        return self.inner_optimizer.stats
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Collective: as the inner optimizer's, from scaled gradients."""
+        _refuse_xla()
+        if not self.built:
+            with tf.init_scope():
+                self.build(list(trainable_variables or []))
+        inner = self.inner_optimizer
+        engine: CompressionEngine | None = inner._engine.value
+        gradients = inner._all_gradients(grads, trainable_variables)
+        if tf.executing_eagerly() and engine is not None and engine.transport.runs_in_graph:
+            if self._steps.value is None:
+                self._steps = _Untracked(tf.function(super().apply, autograph=False))
+            self._steps.value(gradients)
+        else:
+            super().apply(gradients)
+
+    def check_finite(self, grads: Sequence[Any]) -> Any:
+        """Collective: whether all gradients of all ranks are finite."""
+        mine = super().check_finite(grads)
+        engine: CompressionEngine | None = self.inner_optimizer._engine.value
+        if engine is None or engine.transport.size == 1:
+            return mine
+        bad = tf.where(mine, 0.0, 1.0)
+        finite = engine.transport.allreduce([bad], names=["overflow"])[0] == 0.0
+
+        def count() -> bool:
+            tf.numpy_function(lambda: engine.count_overflow() or np.bool_(True), [], tf.bool)
+            return True
+
+        tf.cond(finite, lambda: False, count)
+        return finite
+
+
+def _distributed_loss_scaling(optimizer: Any, **arguments: Any) -> DistributedLossScaleOptimizer:
+    if is_distributed(optimizer) or is_distributed(optimizer.inner_optimizer):
+        raise TypeError("this optimizer is distributed already: wrap it once, with one DistributedOptimizer")
+    inner = DistributedOptimizer(optimizer.inner_optimizer, **arguments)
+    scaling = DistributedLossScaleOptimizer(
+        inner,
+        initial_scale=optimizer.initial_scale,
+        dynamic_growth_steps=optimizer.dynamic_growth_steps,
+        name=optimizer.name,
+    )
+    if optimizer.built:
+        scaling.build(list(optimizer._trainable_variables))
+        for mine, theirs in zip(scaling._variables, optimizer._variables, strict=True):
+            mine.assign(theirs)
+    return scaling
+
+
+_WRONG_ORDER = (
+    "Keras's LossScaleOptimizer was put around this optimizer (model.compile does that by itself with mixed_float16): "
+    "it looks for overflow on its own rank only, and ranks would skip different steps. Wrap in the other order: "
+    "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)."
+)
+
+
+def _refuse_xla() -> None:
+    if control_flow_util.GraphOrParentsInXlaContext(graph_ops.get_default_graph()):
+        raise ValueError(
+            "jit_compile=True cannot be served: XLA compiles neither Horovod's operations nor the compression kernels. "
+            "Pass "
+            'jit_compile=False to model.compile() (on a GPU its default "auto" compiles too) or to tf.function.'
+        )
+
+
+def _check_checkpoint(saved: dict[str, Any], wanted: dict[str, Any], errors: dict[str, Any]) -> None:
+    """Raises ValueError for what does not fit."""
+    if set(saved) != set(wanted):
+        raise ValueError(
+            f"the checkpoint has {len(saved)} optimizer variables, the optimizer {len(wanted)}: another optimizer or "
+            f"model"
+        )
+    for name, variable in wanted.items():
+        array = saved[name]
+        if tuple(array.shape) != tuple(variable.shape):
+            raise ValueError(
+                f"the checkpoint's variable {name} has shape {tuple(array.shape)}, the optimizer's "
+                f"{variable.path!r} {tuple(variable.shape)}"
+            )
+    for name, array in {**saved, **errors}.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"the checkpoint's {name} holds NaN or infinity: take an earlier one")
+    from hvd_onebit.tensorflow.engine import FORMAT_VERSION
+
+    if errors:
+        import json
+
+        version = json.loads(errors["about"].tobytes()).get("version", 0)
+        if version > FORMAT_VERSION:
+            raise ValueError(
+                f"the checkpoint has format version {version}, this hvd_onebit reads up to {FORMAT_VERSION}: upgrade it"
+            )

@@ -1,0 +1,548 @@
+"""A step of the distributed optimizer, one graph for all stages: gradients in, the core called, parameters written.
+
+What ranks agree on lies in the optimizer's own variables: whatever saves, restores or broadcasts these carries the
+stage with it. Compression errors belong to one rank and lie in the buckets.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from hvd_onebit import notices
+from hvd_onebit.agreement import check_fields, digest, encode_fields
+from hvd_onebit.errors import OneBitError
+from hvd_onebit.layout import make_buckets
+from hvd_onebit.options import CompressionOptions, is_full_precision
+from hvd_onebit.rules import bias_correction
+from hvd_onebit.schedule import FreezeSchedule, delay_of, stride_of
+from hvd_onebit.stage import (
+    FROZEN_STEP,
+    VARIANCE_STEPS,
+    WARM_SINCE,
+    first_frozen_step,
+    freeze_ready,
+    frozen_variance,
+    must_thaw,
+    new_table,
+    thaw_ratio,
+)
+from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats, ring_allreduce_bytes
+from hvd_onebit.tensorflow.buckets import DeviceBucket, ExchangedBucket, HostBucket, Inputs, Rule, Sent, on_host
+from hvd_onebit.tensorflow.codec import is_on_host
+from hvd_onebit.tensorflow.transport import TensorTransport, split_frames
+
+__all__ = ["FORMAT_VERSION", "CompressionEngine"]
+
+FORMAT_VERSION = 1
+
+Array = npt.NDArray[Any]
+
+
+class CompressionEngine:
+    """Everything an optimizer needs beside its own full-precision update.
+
+    Args:
+        optimizer: one of the classes of `distributed.py`, with its variables built.
+        variables: what it trains, in the order in which it was built on them.
+        options: what the user chose.
+        transport: among the ranks that train together.
+        stats: counters to keep.
+        gradient_scale: gradients are multiplied by this before they enter the momentum (n for op=Sum).
+        wire_bytes: bytes an element takes in a full-precision allreduce, at most.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: Sequence[Any],
+        options: CompressionOptions,
+        transport: TensorTransport,
+        stats: Stats,
+        *,
+        gradient_scale: float = 1.0,
+        wire_bytes: int = 8,
+    ) -> None:
+        self.options = options
+        self.stats = stats
+        self.transport = transport
+        self._optimizer = optimizer
+        self._variables = [native(v) for v in variables]
+        self._names = [getattr(v, "path", v.name) for v in variables]
+        self._sizes = [int(np.prod(v.shape, dtype=np.int64)) for v in self._variables]
+        self._gradient_scale = gradient_scale
+        self._compressible = [
+            i
+            for i, v in enumerate(self._variables)
+            if v.dtype.is_floating and not is_full_precision(self._names[i], self._sizes[i], options)
+        ]
+        self._schedule = FreezeSchedule(options, optimizer.beta_2)
+        delay = delay_of(optimizer.beta_2)
+        with tf.init_scope():
+            self.table = optimizer.add_variable((3, len(variables)), dtype="int64", name="onebit_stage")
+            # highest_lr, last_rise, then (step, norm) pairs, as many as the schedule remembers
+            length = 2 + 2 * (delay // stride_of(delay) + 1)
+            self.schedule = optimizer.add_variable((length,), dtype="float64", name="onebit_schedule")
+        self._rule = _rule_of(optimizer, self._variables)
+        self._buckets = self._make_buckets()
+        sizes = [size * min(v.dtype.size, wire_bytes) for size, v in zip(self._sizes, self._variables, strict=True)]
+        self._allreduce_bytes = [ring_allreduce_bytes(size, transport.size) for size in sizes]
+        self.stats.uncompressed_bytes_per_step = ring_allreduce_bytes(4 * sum(self._sizes), transport.size)
+        self._static_fields = self._describe()
+        self._static_digest = digest(self._static_fields).hex()
+        self._frozen_checksum: int | None = None
+        self._told = False
+        self._restorable_errors: dict[str, dict[str, Array | None]] = {}
+
+    def _make_buckets(self) -> list[ExchangedBucket]:
+        index_of = {self._key(i): i for i in self._compressible}
+        sizes = [(self._key(i), self._sizes[i]) for i in self._compressible]
+        buckets: list[ExchangedBucket] = []
+        for bucket in make_buckets(sizes, bucket_elements=self.options.bucket_elements):
+            members = [index_of[name] for name in bucket.parameters]
+            on_cpu = is_on_host([self._variables[i] for i in members])
+            kind: Any = HostBucket if on_cpu else DeviceBucket
+            with tf.init_scope(), tf.device(None if on_cpu else self._variables[members[0]].device):
+                buckets.append(kind(bucket, members, self.transport, self.options, self._rule))
+        return buckets
+
+    def _key(self, index: int) -> str:
+        # paths need not be unique
+        return f"{index}.{self._names[index]}"
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def step(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Collective: one update from this rank's gradients, one a variable, or none: bool, whether it was made.
+
+        Raises:
+            OneBitError: ranks disagree, or too many steps were skipped in a row; the same on every rank. Inside a graph
+                TensorFlow raises tf.errors.UnknownError with the same text.
+        """
+        self._tell_once()
+        step = tf.identity(native(self._optimizer.iterations))
+        lr = tf.reshape(tf.cast(tf.convert_to_tensor(native(self._optimizer.learning_rate)), tf.float32), [])
+        table = tf.identity(native(self.table))
+        agreed = self._agree(step, lr, table)
+        with tf.control_dependencies([agreed]):
+            compresses = tf.reduce_any(table[FROZEN_STEP] > 0)
+        finite = tf.cond(
+            compresses,
+            lambda: self._compression_step(gradients, step, lr, table),
+            lambda: self._warm_up_step(gradients),
+        )
+        look = self._end_step(finite, compresses, step, lr, table)
+        tf.cond(look, lambda: self._freeze_when_due(step, lr, table), lambda: False)
+        return finite
+
+    def _warm_up_step(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        everything = range(len(self._variables))
+        means = self._allreduce(gradients, everything)
+        finite = self._all_finite(means)
+
+        def commit() -> bool:
+            self._optimizer.plain_update(means, self._variables, clip=True)
+            return True
+
+        return tf.cond(finite, commit, lambda: False)
+
+    def _compression_step(
+        self, gradients: Sequence[tf.Tensor], step: tf.Tensor, lr: tf.Tensor, table: tf.Tensor
+    ) -> tf.Tensor:
+        gradients = self._optimizer.clip(gradients)
+        full = [i for i in range(len(self._variables)) if i not in set(self._compressible)]
+        means = self._allreduce([gradients[i] for i in full], full)
+        waits = tf.reduce_any(tf.gather(table[FROZEN_STEP], tf.constant(self._compressible, tf.int64)) == 0)
+        waiting_means, waiting_finite = self._allreduce_waiting(waits, gradients, table)
+        inputs = [self._inputs(bucket, gradients, step, lr, table) for bucket in self._buckets]
+        sent = [bucket.exchange(each) for bucket, each in zip(self._buckets, inputs, strict=True)]
+        finite = tf.reduce_all(tf.stack([each.finite for each in sent] + [waiting_finite, self._all_finite(means)]))
+
+        def commit() -> bool:
+            for bucket, each, message in zip(self._buckets, inputs, sent, strict=True):
+                self._commit(bucket, each, message)
+            self._optimizer.plain_update(means, [self._variables[i] for i in full], clip=False)
+            tf.cond(waits, lambda: self._update_waiting(waiting_means, table), lambda: False)
+            return True
+
+        def rollback() -> bool:
+            for bucket, message in zip(self._buckets, sent, strict=True):
+                bucket.rollback(message)
+            return False
+
+        return tf.cond(finite, commit, rollback)
+
+    def _inputs(
+        self,
+        bucket: ExchangedBucket,
+        gradients: Sequence[tf.Tensor],
+        step: tf.Tensor,
+        lr: tf.Tensor,
+        table: tf.Tensor,
+    ) -> Inputs:
+        members = bucket.members
+        parameters = [_flat(self._variables[i]) for i in members]
+        flat = [_flat(gradients[i]) for i in members]
+        if self._gradient_scale != 1.0:
+            flat = [g * np.float32(self._gradient_scale) for g in flat]
+        coupled = [self._optimizer.coupled_weight_decay(self._variables[i]) for i in members]
+        flat = [g + x * np.float32(wd) if wd else g for g, x, wd in zip(flat, parameters, coupled, strict=True)]
+        return Inputs(
+            gradients=flat,
+            parameters=parameters,
+            momenta=[_flat(self._optimizer.momentum_of(i)) for i in members],
+            variances=[_flat(self._optimizer.variance_of(i)) for i in members],
+            table=table,
+            step=step,
+            lr=lr,
+        )
+
+    def _commit(self, bucket: ExchangedBucket, inputs: Inputs, sent: Sent) -> None:
+        parameters, momenta = bucket.commit(inputs, sent)
+        for i, x, m in zip(bucket.members, parameters, momenta, strict=True):
+            for variable, new in ((self._variables[i], x), (self._optimizer.momentum_of(i), m)):
+                variable.assign(tf.cast(tf.reshape(new, variable.shape), variable.dtype))
+
+    # -- in full precision --
+
+    def _allreduce(self, gradients: Sequence[tf.Tensor], indices: Sequence[int]) -> list[tf.Tensor]:
+        if self.transport.size == 1 or not gradients:
+            return list(gradients)
+        return self.transport.allreduce(gradients, names=[f"allreduce.{i}" for i in indices])
+
+    def _allreduce_waiting(
+        self, waits: tf.Tensor, gradients: Sequence[tf.Tensor], table: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Means of the gradients that will be compressed but are not yet; nothing for the others."""
+        indices = self._compressible
+
+        def nothing(i: int) -> tf.Tensor:
+            return tf.zeros([0], self._variables[i].dtype)
+
+        def average(i: int) -> tf.Tensor:
+            return tf.reshape(self._allreduce([gradients[i]], [i])[0], [-1])
+
+        def average_waiting() -> list[tf.Tensor]:
+            # one after the other where collectives match by order; in a graph they all start at once
+            return [
+                tf.cond(table[FROZEN_STEP, i] == 0, lambda i=i: average(i), lambda i=i: nothing(i)) for i in indices
+            ]
+
+        means = tf.cond(waits, average_waiting, lambda: [nothing(i) for i in indices]) if indices else []
+        means = [means] if isinstance(means, tf.Tensor) else list(means)
+        return means, self._all_finite(means)
+
+    def _update_waiting(self, means: Sequence[tf.Tensor], table: tf.Tensor) -> bool:
+        def update(variable: tf.Variable, mean: tf.Tensor) -> bool:
+            self._optimizer.plain_update([tf.reshape(mean, variable.shape)], [variable], clip=False)
+            return True
+
+        for i, mean in zip(self._compressible, means, strict=True):
+            variable = self._variables[i]
+            tf.cond(table[FROZEN_STEP, i] == 0, lambda v=variable, m=mean: update(v, m), lambda: False)
+        return True
+
+    def _all_finite(self, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+        if not tensors or not self.options.skip_nonfinite:
+            return tf.constant(True)
+        return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(each)) for each in tensors]))
+
+    # -- agreement ---------------------------------------------------------------------------------------------------
+
+    def _agree(self, step: tf.Tensor, lr: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
+        """Collective: compares a digest of the ranks' state; where it differs, every rank raises the same error.
+
+        Nothing else may be under way: an operation that waits for a rank which has stopped never ends.
+        """
+        if self.transport.size == 1:
+            return tf.constant(True)
+        own = on_host(self._token, [step, lr, table], tf.uint8)
+        frames = self.transport.gather_frames(own, name="agreement.digest")
+        digests = tf.reshape(frames, [self.transport.size, -1])
+        same = tf.reduce_all(digests == digests[:1])
+
+        def raise_everywhere() -> tf.Tensor:
+            fields = on_host(self._encoded_fields, [step, lr, table], tf.uint8)
+            return on_host(
+                _raise_disagreement, [self.transport.gather_frames(fields, name="agreement.fields")], tf.bool
+            )
+
+        return tf.cond(same, lambda: True, raise_everywhere)
+
+    def _token(self, step: Any, lr: Any, table: Any) -> Array:
+        fields = {"static": self._static_digest, **self._dynamic_fields(step, lr, table)}
+        return np.frombuffer(digest(fields), np.uint8)
+
+    def _encoded_fields(self, step: Any, lr: Any, table: Any) -> Array:
+        fields = {**self._static_fields, **self._dynamic_fields(step, lr, table)}
+        return np.frombuffer(encode_fields(fields), np.uint8)
+
+    def _describe(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {f"option {name}": value for name, value in self.options.as_fields().items()}
+        fields["number of parameters"] = len(self._variables)
+        for i, v in enumerate(self._variables):
+            # without the model's name, which Keras counts up: ranks may have built other models before
+            fields[f"parameter {i}"] = f"{v.name.split('/')[-1]} {tuple(v.shape)} {v.dtype.name}"
+        fields["world size"] = self.transport.size
+        fields["beta_1"], fields["beta_2"] = self._rule.beta1, self._rule.beta2
+        fields["epsilon"] = self._rule.epsilon
+        fields["weight decay"] = sorted(set(self._rule.weight_decays))
+        return fields
+
+    def _dynamic_fields(self, step: Any, lr: Any, table: Any) -> dict[str, Any]:
+        first = first_frozen_step(table)
+        fields: dict[str, Any] = {
+            "step": int(step),
+            "stage": COMPRESSION if first else WARM_UP,
+            "lr": float(lr),
+            "frozen at steps": table[FROZEN_STEP].tolist() if first else [],
+        }
+        checksums = [bucket.checksum for bucket in self._buckets]
+        if any(checksums):
+            fields["checksum of the averaged momentum"] = checksums
+        if self._frozen_checksum is not None:
+            fields["checksum of the frozen variance"] = self._frozen_checksum
+        return fields
+
+    # -- the end of a step -------------------------------------------------------------------------------------------
+
+    def _end_step(
+        self, finite: tf.Tensor, compresses: tf.Tensor, step: tf.Tensor, lr: tf.Tensor, table: tf.Tensor
+    ) -> tf.Tensor:
+        """Counts the step; True when the variances have to be looked at."""
+        look = on_host(self._count_step, [finite, compresses, step, lr, table, native(self.schedule)], tf.bool)
+        look.set_shape([])
+        return look
+
+    def _count_step(self, finite: Any, compresses: Any, step: Any, lr: Any, table: Any, schedule: Any) -> Any:
+        self._frozen_checksum = None
+        frozen = table[FROZEN_STEP] > 0
+        stage = COMPRESSION if compresses else WARM_UP
+        if self.transport.size > 1:
+            if compresses:
+                self.stats.count(sum(bucket.bytes_sent for bucket in self._buckets))
+            self.stats.count(
+                sum(n for n, is_frozen in zip(self._allreduce_bytes, frozen, strict=True) if not is_frozen)
+            )
+        self.stats.end_step(stage, skipped=not finite)
+        self.stats.stage, self.stats.step = stage, int(step) + int(finite)
+        self.stats.frozen_step = first_frozen_step(table)
+        self._count_elements(frozen)
+        if not finite:
+            for bucket in self._buckets:
+                bucket.checksum = 0
+            self._report_skip(int(step))
+            return np.bool_(False)
+        if self.transport.size == 1 or frozen[self._compressible].all():
+            return np.bool_(False)
+        return np.bool_(self._must_look(int(step) + 1, float(lr), table, schedule))
+
+    def _must_look(self, step: int, lr: float, table: Any, schedule: Array) -> bool:
+        if first_frozen_step(table):
+            return True
+        if not self._schedule.is_automatic:
+            return step >= int(self.options.freeze_step)
+        latest = self.options.freeze_latest_step
+        is_late = latest is not None and step >= latest
+        # these are the steps at which the schedule takes notes
+        return is_late or lr > float(schedule[0]) or step % stride_of(delay_of(self._rule.beta2)) == 0
+
+    def _report_skip(self, step: int) -> None:
+        in_a_row = self.stats.skipped_in_a_row
+        if self.transport.rank == 0:
+            notices.skipped(step + 1, in_a_row)
+        if in_a_row >= self.options.max_skipped_steps:
+            raise OneBitError(
+                f"{in_a_row} steps in a row were skipped because a gradient was NaN or infinite on some rank (last "
+                f"good step: {step}). Likely causes: a learning rate too high, bad input data on one rank, or overflow "
+                "in half precision. Parameters and optimizer state are those of the last good step."
+            )
+
+    def _count_elements(self, frozen: Any) -> None:
+        compressed = sum(size for size, is_frozen in zip(self._sizes, frozen, strict=True) if is_frozen)
+        self.stats.compressed_elements = compressed
+        self.stats.full_precision_elements = sum(self._sizes) - compressed
+
+    def count_overflow(self) -> None:
+        """A step skipped by loss scaling: on all ranks, before anything was exchanged."""
+        self.stats.steps_skipped += 1
+
+    # -- freezing ----------------------------------------------------------------------------------------------------
+
+    def _freeze_when_due(self, step: tf.Tensor, lr: tf.Tensor, table: tf.Tensor) -> bool:
+        variances = [self._optimizer.variance_of(i) for i in self._compressible]
+        flat = [_flat(v) for v in variances]
+        given = [step, lr, table, native(self.schedule)]
+        new_table, schedule, ready = on_host(self._decide, [*given, *flat], [tf.int64, tf.float64, tf.bool])
+        native(self.table).assign(tf.ensure_shape(new_table, table.shape))
+        native(self.schedule).assign(tf.ensure_shape(schedule, native(self.schedule).shape))
+
+        def freeze() -> bool:
+            frozen = on_host(self._freeze, [step, new_table, ready, *flat], [tf.float32] * len(flat))
+            for variable, new in zip(variances, frozen, strict=True):
+                variable.assign(tf.cast(tf.reshape(new, variable.shape), variable.dtype))
+            return True
+
+        tf.cond(tf.reduce_any(ready), freeze, lambda: False)
+        return True
+
+    def _decide(self, step: Any, lr: Any, table: Any, schedule: Any, *variances: Any) -> Any:
+        variance_of = dict(zip(self._compressible, variances, strict=True))
+        self._schedule.load(_unpack_schedule(schedule))
+        now = int(step) + 1
+        waiting = [v for i, v in variance_of.items() if not table[FROZEN_STEP, i]]
+        correction = bias_correction(self._rule.beta2, now) if self._rule.bias_corrected else 1.0
+        table, ready = freeze_ready(
+            table,
+            self._compressible,
+            step=now,
+            lr=float(lr),
+            options=self.options,
+            schedule=self._schedule,
+            has_variance=lambda i: bool(variance_of[i].any()),
+            variance_norm=lambda: sum(float(v.sum(dtype=np.float64)) for v in waiting) / correction,
+        )
+        mask = np.zeros(len(self._compressible), bool)
+        mask[[self._compressible.index(i) for i in ready]] = True
+        return table, _pack_schedule(self._schedule.state(), len(schedule)), mask
+
+    def _freeze(self, step: Any, table: Any, ready: Any, *variances: Any) -> list[Array]:
+        frozen = []
+        crc = 0
+        for variance, is_ready in zip(variances, ready, strict=True):
+            if not is_ready:
+                frozen.append(variance.copy())
+                continue
+            new, dead, floored = frozen_variance(variance, self.options)
+            self.stats.dead_elements += dead
+            self.stats.floored_elements += floored
+            crc = zlib.crc32(new.tobytes(), crc)
+            frozen.append(new)
+        self._frozen_checksum = crc
+        self.stats.frozen_step = first_frozen_step(table)
+        self.stats.step, self.stats.stage = int(step) + 1, COMPRESSION
+        self._count_elements(table[FROZEN_STEP] > 0)
+        if self.transport.rank == 0:
+            full = [name for name, at in zip(self._names, table[FROZEN_STEP], strict=True) if not at]
+            notices.frozen(self.stats, full)
+        return frozen
+
+    # -- notices -----------------------------------------------------------------------------------------------------
+
+    def _tell_once(self) -> None:
+        if self._told:
+            return
+        self._told = True
+        if self.transport.rank != 0:
+            return
+        if self.transport.size == 1:
+            notices.one_rank()
+        elif not self._compressible:
+            notices.nothing_to_compress("every parameter is kept in full precision by full_precision or min_elements")
+        elif self.stats.stage == WARM_UP:
+            notices.started(self.options.freeze_step, self._rule.beta2)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Array]:
+        """What a checkpoint needs beside the optimizer's variables: this rank's compression errors. Not collective."""
+        described = {
+            "version": FORMAT_VERSION,
+            "rank": self.transport.rank,
+            "size": self.transport.size,
+            "buckets": {bucket.bucket.name: list(bucket.bucket.parameters) for bucket in self._buckets},
+        }
+        arrays = {"about": np.frombuffer(json.dumps(described).encode(), np.uint8)}
+        for bucket in self._buckets:
+            for name, error in bucket.errors().items():
+                if error is not None:
+                    arrays[f"{bucket.bucket.name}.{name}"] = error.copy()
+        return arrays
+
+    def load(self, arrays: dict[str, Array] | None) -> None:
+        """Takes up restored variables, and the errors that `state` returned, if there are any. Not collective."""
+        for bucket in self._buckets:
+            bucket.forget()
+            bucket.checksum = 0
+        self._frozen_checksum = None
+        table = self.table.numpy()
+        step = int(np.asarray(self._optimizer.iterations))
+        if must_thaw(table, step=step, size=self.transport.size, options=self.options):
+            self._thaw(table, step)
+            table = self.table.numpy()
+        first = first_frozen_step(table)
+        self.stats.frozen_step, self.stats.step = first, step
+        self.stats.stage = COMPRESSION if first else WARM_UP
+        self._count_elements(table[FROZEN_STEP] > 0)
+        self._told = False
+        if arrays and first:
+            self._restore_errors(arrays)
+
+    def _thaw(self, table: Array, step: int) -> None:
+        first = first_frozen_step(table)
+        for i in np.flatnonzero(table[FROZEN_STEP]):
+            if self._rule.bias_corrected:
+                variance = self._optimizer.variance_of(i)
+                ratio = thaw_ratio(self._rule.beta2, step, int(table[VARIANCE_STEPS, i]))
+                variance.assign(tf.cast(tf.cast(variance, tf.float32) * np.float32(ratio), variance.dtype))
+        thawed = new_table(len(self._variables))
+        thawed[WARM_SINCE] = table[WARM_SINCE]
+        self.table.assign(thawed)
+        if self.transport.rank == 0 and self.transport.size > 1:
+            notices.back_to_warm_up(first, self.options.freeze_step, step)
+
+    def _restore_errors(self, arrays: dict[str, Array]) -> None:
+        about = json.loads(arrays["about"].tobytes())
+        here, there = (self.transport.rank, self.transport.size), (about["rank"], about["size"])
+        if here != there:
+            if here[0] == 0:
+                notices.dropped_errors(f"saved by rank {there[0]} of {there[1]}, restored on {here[0]} of {here[1]}")
+            return
+        for bucket in self._buckets:
+            name = bucket.bucket.name
+            if about["buckets"].get(name) != list(bucket.bucket.parameters):
+                notices.dropped_errors(f"bucket {name} holds other parameters now")
+                continue
+            saved = {kind: arrays.get(f"{name}.{kind}") for kind in ("worker_error", "server_error")}
+            if not bucket.restore_errors(saved):
+                notices.dropped_errors(f"bucket {name} is exchanged in another way now")
+
+
+def native(variable: Any) -> Any:
+    """The tf.Variable inside a Keras variable; anything else as it is."""
+    return getattr(variable, "value", variable) if hasattr(variable, "path") else variable
+
+
+def _flat(tensor: Any) -> tf.Tensor:
+    return tf.reshape(tf.cast(tf.convert_to_tensor(tensor), tf.float32), [-1])
+
+
+def _rule_of(optimizer: Any, variables: Sequence[Any]) -> Rule:
+    return Rule(
+        beta1=float(optimizer.beta_1),
+        beta2=float(optimizer.beta_2),
+        epsilon=float(optimizer.epsilon),
+        bias_corrected=bool(getattr(optimizer, "bias_correction", True)),
+        weight_decays=tuple(optimizer.decoupled_weight_decay_of(v) for v in variables),
+    )
+
+
+def _raise_disagreement(frames: Any) -> Any:
+    check_fields(split_frames(frames.tobytes()))
+    raise OneBitError("the ranks' digests differ although their fields are equal: they run different versions")
+
+
+def _pack_schedule(state: dict[str, Any], length: int) -> Array:
+    flat = [state["highest_lr"], state["last_rise"], *(x for pair in state["norms"] for x in pair)]
+    return np.array(flat + [0.0] * (length - len(flat)), np.float64)
+
+
+def _unpack_schedule(packed: Array) -> dict[str, Any]:
+    pairs = [[int(step), float(norm)] for step, norm in packed[2:].reshape(-1, 2) if step > 0]
+    return {"norms": pairs, "highest_lr": float(packed[0]), "last_rise": int(packed[1])}
