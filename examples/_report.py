@@ -114,9 +114,8 @@ def report(
     """Prints the table and writes the files that were asked for."""
     rows = {name: _row(of_seeds) for name, of_seeds in runs.items()}
     num_seeds = len(next(iter(runs.values())))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 80
+    # mpirun's terminal is none, see Progress
+    console = Console(highlight=False) if size == 1 else Console(highlight=False, force_terminal=False, width=80)
     console.print(_table(rows, size, num_seeds))
     if size == 1:
         console.print("one rank: nothing is sent, so nothing is compressed. Try: horovodrun -np 2 python ...")
@@ -175,14 +174,17 @@ def _plot(runs: dict[str, list[Run]], rows: dict[str, dict[str, Any]], size: int
     looks = {  # colours that colour-blind readers can tell apart
         "Adam": {"color": "black", "linestyle": "--", "zorder": 4},
         "1-bit Adam": {"color": "#0072B2", "linewidth": 2.4},
-        "1-bit Adam, no error feedback": {"color": "#E69F00"},
-        "naive 1-bit Adam": {"color": "#D55E00"},
+        "1-bit Adam, no error feedback": {"color": "#D55E00"},
+        "naive 1-bit Adam": {"color": "#009E73"},
     }
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    curves = []
     for name, of_seeds in runs.items():
         mean = [fmean(losses) for losses in zip(*(run.losses for run in of_seeds), strict=True)]
-        smooth = _running_mean(mean, window=25)
-        axes.plot(range(1, len(mean) + 1), smooth, label=f"{name}: {_shown(rows[name]['final_loss'])}", **looks[name])
+        curves.append(_running_mean(mean, window=25))
+        axes.plot(
+            range(1, len(mean) + 1), curves[-1], label=f"{name}: {_shown(rows[name]['final_loss'])}", **looks[name]
+        )
     if freeze_step < len(mean):
         axes.axvline(freeze_step, color="0.5", linestyle=":")
         axes.annotate(
@@ -190,6 +192,8 @@ def _plot(runs: dict[str, list[Run]], rows: dict[str, dict[str, Any]], size: int
             xycoords=("data", "axes fraction"),
         )  # fmt: skip
     axes.set_yscale("log")
+    # a method that diverges must not squeeze the others
+    axes.set_ylim(top=min(axes.get_ylim()[1], 1.5 * max(smooth[0] for smooth in curves)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlim(1, len(mean))

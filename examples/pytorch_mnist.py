@@ -49,7 +49,7 @@ def batches(digits: Digits, batch_size: int, seed: int) -> Iterator[Digits]:
         for start in range(0, len(labels) // hvd.size() - batch_size + 1, batch_size):
             chosen = mine[start : start + batch_size]
             # moved by a few pixels: 4000 digits as they are would soon be known by heart
-            shift = torch.randint(-3, 4, (2,), generator=generator).tolist()
+            shift = torch.randint(-2, 3, (2,), generator=generator).tolist()
             yield images[chosen].roll(shift, dims=(2, 3)), labels[chosen]
 
 
@@ -66,8 +66,10 @@ def make_model() -> nn.Module:
 def make_optimizer(model: nn.Module, args: argparse.Namespace, **options: Any) -> Any:
     """1-bit Adam; `options` are for the comparison."""
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    # This is the changed line. It was: hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    return onebit.DistributedOptimizer(optimizer, model.named_parameters(), freeze_step=args.freeze_step, **options)
+    # The changed line. It was: hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    return onebit.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), freeze_step=args.freeze_step, **options
+    )
 
 
 def train(make: Callable[..., Any], sets: tuple[Digits, Digits], seed: int, args: argparse.Namespace) -> Run:
@@ -104,6 +106,9 @@ def train(make: Callable[..., Any], sets: tuple[Digits, Digits], seed: int, args
 
 def main() -> None:
     args = parse_arguments()
+    if not any(name in os.environ for name in ("HOROVOD_RANK", "PMIX_RANK", "PMI_RANK")):
+        # without a launcher: Open MPI from PyPI cannot start a single process by itself
+        os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
     hvd.init()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # ranks share the cores of their machine
