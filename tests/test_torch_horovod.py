@@ -63,7 +63,7 @@ class Launches:
                 str(folder),
                 *checks,
                 launcher=launcher,
-                timeout=100,
+                timeout=150,
                 cwd=folder,
                 env={"PYTHONPATH": str(TESTS), "HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
             )
@@ -85,7 +85,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     return Launches(tmp_path_factory.mktemp("launches"))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("launch", "name"), [(launch, name) for launch, (_, _, checks) in LAUNCHES.items() for name in checks]
 )
@@ -97,13 +97,13 @@ def test_check_holds_on_every_rank(launches: Launches, launch: str, name: str) -
         assert results[name] == "ok", f"rank {rank}:\n{results[name]}"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_the_launcher_ends_well(launches: Launches, launch: str) -> None:
     launches(launch).check()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("launch", ["gloo-2", "mpirun-2", "mpi-2"])
 def test_the_same_seeds_give_the_same_bits_as_the_local_transport(launches: Launches, launch: str) -> None:
     def work(transport: LocalTransport) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ def test_the_same_seeds_give_the_same_bits_as_the_local_transport(launches: Laun
         assert_bit_equal(found, expected, f"on rank {rank}")
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_a_process_set_trains_as_a_world_of_its_size(launches: Launches) -> None:
     def work(transport: LocalTransport) -> list[torch.Tensor]:
         params = parameters()
@@ -134,7 +134,7 @@ def test_a_process_set_trains_as_a_world_of_its_size(launches: Launches) -> None
         assert_bit_equal(found, expected, f"on member {rank}")
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_every_check_is_run_somewhere() -> None:
     assert set(EVERY_CHECK) == {name for _, _, checks in LAUNCHES.values() for name in checks}
 
@@ -151,7 +151,7 @@ def _own_network() -> tuple[str, ...] | None:
     return prefix if tried.returncode == 0 else None
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_wire_carries_one_bit_an_element(tmp_path: Path, size: int) -> None:
     """Counted by the interface itself: no full-precision gradient moves after the freeze."""
@@ -162,7 +162,7 @@ def test_the_wire_carries_one_bit_an_element(tmp_path: Path, size: int) -> None:
         BYTES_SCRIPT,
         size,
         str(tmp_path),
-        timeout=100,
+        timeout=150,
         cwd=tmp_path,
         env={"PYTHONPATH": str(TESTS), "HOROVOD_CYCLE_TIME": "20"},  # milliseconds: less chatter to tell apart
         prefix=prefix,
@@ -172,8 +172,7 @@ def test_the_wire_carries_one_bit_an_element(tmp_path: Path, size: int) -> None:
     expected = size * 2 * (size - 1) / size * (d / 8 + 4 * d / 2048)
     assert found["stage"] == "compression"
     assert found["stats_per_step"] * size == pytest.approx(expected, rel=0.01)
-    # Horovod's chatter is less while it works than while it waits: taken off whole it is an under-, not at all an
-    # overestimate
+    # Horovod chatters less while it works than while it waits, so the idle bytes are the most that is its own
     counted, idle = found["counted_per_step"], found["idle_per_step"]
     assert counted - idle <= 1.03 * expected, found
     assert counted >= 0.97 * expected, found

@@ -161,7 +161,7 @@ def test_a_sparse_gradient_is_refused_otherwise_and_nothing_changes() -> None:
         weight = torch.nn.Parameter(torch.zeros(10, 4))
         optimizer = distribute(Adam([weight]), transport, freeze_step=2)
         weight.grad = _embedding_gradient(0)
-        with pytest.raises(TypeError, match="'p0' has a sparse gradient.*sparse_as_dense=True"):
+        with pytest.raises(TypeError, match=r"'p0' has a sparse gradient.*sparse_as_dense=True"):
             optimizer.step()
         assert not weight.any()
 

@@ -1,0 +1,132 @@
+"""One contract for every transport: local threads, mpi4py under mpirun, and torch's two over them and over Horovod."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import run_horovod
+from transport_contract import CONTRACT
+
+from hvd_onebit.errors import OneBitError
+from hvd_onebit.transport.local import LocalTransport, run_ranks
+
+SCRIPT = Path(__file__).parent / "scripts" / "transport_contract_script.py"
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+needs_horovod = pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed")
+needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CONTRACT)
+def test_local_transport_keeps_the_contract(name: str, size: int) -> None:
+    run_ranks(size, lambda transport: CONTRACT[name](transport, np.asarray), timeout_seconds=10)
+
+
+@needs_torch
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", CONTRACT)
+def test_host_transport_keeps_the_contract(name: str, size: int) -> None:
+    import torch
+
+    from hvd_onebit.torch.transport import HostTransport
+
+    run_ranks(size, lambda transport: CONTRACT[name](HostTransport(transport), torch.from_numpy), timeout_seconds=10)
+
+
+@needs_torch
+def test_host_transport_averages_half_precision_as_float32() -> None:
+    import torch
+
+    from hvd_onebit.torch.transport import HostTransport
+
+    def work(transport: LocalTransport) -> None:
+        for dtype in (torch.bfloat16, torch.float16):
+            values = torch.tensor([1.0, 300.0, 0.1], dtype=dtype) * (transport.rank + 1)
+            mean = HostTransport(transport).allreduce(values, name=str(dtype)).wait()
+            assert mean.dtype == dtype
+            expected = sum((torch.tensor([1.0, 300.0, 0.1], dtype=dtype) * (r + 1)).float() for r in range(3)) / 3
+            torch.testing.assert_close(mean, expected.to(dtype))
+
+    run_ranks(3, work, timeout_seconds=10)
+
+
+LAUNCHES = [
+    pytest.param("mpirun", 2, ["mpi"], marks=needs_mpi),
+    pytest.param("mpirun", 3, ["mpi", "torch-mpi", "horovod"], marks=[needs_mpi, needs_torch, needs_horovod]),
+    pytest.param("gloo", 2, ["horovod"], marks=[needs_torch, needs_horovod]),
+]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("launcher", "size", "kinds"), LAUNCHES)
+def test_launched_transports_keep_the_contract(tmp_path: Path, launcher: str, size: int, kinds: list[str]) -> None:
+    completed = run_horovod(
+        SCRIPT,
+        size,
+        str(tmp_path),
+        *kinds,
+        launcher=launcher,
+        timeout=150,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+    )
+    for rank in range(size):
+        file = tmp_path / f"{rank}.json"
+        assert file.exists(), completed.output
+        found = json.loads(file.read_text(encoding="utf-8"))
+        assert found == {f"{kind}: {name}": "ok" for kind in kinds for name in CONTRACT}, f"rank {rank}"
+    completed.check()
+
+
+# what only the local transport promises
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run_ranks(4, lambda transport: transport.rank * 10) == [0, 10, 20, 30]
+
+
+def test_a_rank_that_raises_ends_those_that_wait_for_it() -> None:
+    waited: list[str] = []
+
+    def work(transport: LocalTransport) -> None:
+        if transport.rank == 1:
+            raise ZeroDivisionError("rank 1's own fault")
+        try:
+            transport.allgather_bytes(b"x", name="x").wait()
+        except OneBitError as error:
+            waited.append(str(error))
+            raise
+
+    with pytest.raises(ZeroDivisionError, match="rank 1's own fault"):
+        run_ranks(3, work, timeout_seconds=10)
+    assert len(waited) == 2
+    assert all("ZeroDivisionError: rank 1's own fault" in each for each in waited)
+
+
+def test_a_rank_that_does_not_come_ends_the_others() -> None:
+    def work(transport: LocalTransport) -> None:
+        if transport.rank == 0:
+            transport.allgather_bytes(b"x", name="x").wait()
+
+    with pytest.raises(OneBitError, match=r"collective 'x': ranks \[1, 2\] did not take part"):
+        run_ranks(3, work, timeout_seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda t: t.allgather(np.zeros(2 + t.rank, np.uint8), [2, 2], name="a").wait(),
+        lambda t: t.alltoall(np.zeros(2, np.uint8), [1, 1], [2, 0], name="a").wait(),
+    ],
+    ids=["allgather", "alltoall"],
+)
+def test_lengths_other_than_announced_are_found(wrong: Callable[[Any], Any]) -> None:
+    with pytest.raises(AssertionError):
+        run_ranks(2, wrong, timeout_seconds=10)
