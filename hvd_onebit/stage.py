@@ -100,7 +100,9 @@ def frozen_variance(
     if options.dead != "floor" or not variance.size:
         return variance.copy(), dead, 0
     threshold = np.float32(options.variance_floor * float(variance.mean(dtype=np.float64)))
-    return np.maximum(variance, threshold), dead, int((variance < threshold).sum())
+    # into an array: of one without dimensions NumPy would make a scalar
+    frozen = np.maximum(variance, threshold, out=np.empty_like(variance))
+    return frozen, dead, int((variance < threshold).sum())
 
 
 def must_thaw(table: Table, *, step: int, size: int, options: CompressionOptions) -> bool:

@@ -185,7 +185,8 @@ class DeviceCodec:
 
     def _scales(self, message: Tensor, num_elements: int, block: int) -> Tensor:
         # a copy, since a slice of the gathered bytes may not be aligned to four
-        return message[: 4 * num_blocks(num_elements, block)].clone().view(torch.float32)
+        prefix = message[: 4 * num_blocks(num_elements, block)].clone()
+        return prefix.view(torch.float32) if num_elements else self.zeros(0)
 
     def _decode(self, message: Tensor, num_elements: int, block: int) -> Tensor:
         each = self._scales(message, num_elements, block).repeat_interleave(block)[:num_elements]

@@ -16,6 +16,7 @@ from hvd_onebit.layout import make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision
 from hvd_onebit.rules import bias_correction
 from hvd_onebit.schedule import FreezeSchedule
+from hvd_onebit.stage import frozen_variance
 from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats
 from hvd_onebit.step import StepExchange
 from hvd_onebit.torch.rules import FROZEN_STEP, NOT_FROZEN, VARIANCE_STEPS, WARM_SINCE, AdamRule, CompressedBucket
@@ -632,20 +633,17 @@ class CompressionEngine(Engine):
 
 def floor_variance(variance: Tensor, options: CompressionOptions, stats: Stats) -> Tensor:
     """A float32, contiguous copy with the floor applied (or not, with dead="hold"); counts dead coordinates."""
-    frozen = variance.float().clone(memory_format=torch.contiguous_format)
-    stats.dead_elements += int((frozen == 0).sum())
-    if options.dead == "floor":
-        threshold = options.variance_floor * mean_of(frozen)
-        stats.floored_elements += int((frozen < threshold).sum())
-        frozen.clamp_(min=threshold)
-    return frozen
+    # on the host, whatever the device: one order of summation, so that ranks agree to the bit
+    host = variance.detach().float().contiguous().cpu().numpy()
+    frozen, dead, floored = frozen_variance(host, options)
+    stats.dead_elements += dead
+    stats.floored_elements += floored
+    return torch.from_numpy(frozen).to(variance.device)
 
 
 def mean_of(variance: Tensor) -> float:
     """The mean in float64, summed in one order whatever the number of threads, so that ranks agree to the bit."""
-    if variance.device.type == "cpu":
-        return float(variance.numpy().mean(dtype="float64"))
-    return float(variance.double().mean())
+    return float(variance.detach().cpu().numpy().mean(dtype="float64"))
 
 
 def all_finite(gradients: Sequence[Tensor | None]) -> bool:

@@ -29,6 +29,7 @@ from hvd_onebit.rules import (
     lamb_scalings,
     true_average,
 )
+from hvd_onebit.stage import thaw_ratio
 from hvd_onebit.stats import Stats, TrustRatio
 from hvd_onebit.torch.codec import codec_for
 from hvd_onebit.transport import Transport
@@ -144,11 +145,7 @@ class AdamRule:
         name = self.variance_key(group)
         if name is None or not group.get("bias_correction", True):
             return
-        # the frozen variance is biased by its own number of updates; the optimizer will correct it by all of them
-        beta2 = group["betas"][1]
-        state[name] = state[name] * (
-            bias_correction(beta2, int(state["step"])) / bias_correction(beta2, state[VARIANCE_STEPS])
-        )
+        state[name] = state[name] * thaw_ratio(group["betas"][1], int(state["step"]), state[VARIANCE_STEPS])
 
     def prepare(self, bucket: CompressedBucket, states: Any) -> tuple[Tensor | None, float]:
         """What to compress beside `values`, the gradients: (momentum, beta1), or (None, 0) when `values` has it all."""
