@@ -90,6 +90,12 @@ class CpuCodec:
     def to_bytes(self, message: Tensor) -> bytes:
         return message.numpy().tobytes()
 
+    def as_bytes(self, values: Tensor) -> Tensor:
+        return values.view(torch.uint8)
+
+    def as_floats(self, message: Tensor) -> Tensor:
+        return message.view(torch.float32)
+
 
 def _numpy(tensor: Tensor | None):  # type: ignore[no-untyped-def]
     return None if tensor is None else tensor.numpy()
@@ -158,6 +164,12 @@ class DeviceCodec:
     def to_bytes(self, message: Tensor) -> bytes:
         return message.cpu().numpy().tobytes()
 
+    def as_bytes(self, values: Tensor) -> Tensor:
+        return values.view(torch.uint8)
+
+    def as_floats(self, message: Tensor) -> Tensor:
+        return message.view(torch.float32)
+
     def _compress(
         self, z: Tensor, error: Tensor | None, message: Tensor, block: int, scale: str, live: Tensor | None
     ) -> None:
@@ -170,6 +182,7 @@ class DeviceCodec:
         totals = (parts.square() if scale == "rms" else parts.abs()).sum(1)
         means = totals / _blocks(counted, block).double().sum(1).clamp(min=1)
         scales = (means.sqrt() if scale == "rms" else means).float()
+        scales = torch.where(torch.isfinite(scales), scales, torch.nan)  # one form on the wire: 0x7fc00000
         positive = z >= 0 if held is None else (z >= 0) | held
         prefix = 4 * len(scales)
         message[:prefix].copy_(scales.view(torch.uint8))
