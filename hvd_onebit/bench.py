@@ -7,6 +7,7 @@ bandwidth is what bounds them, so that the ratio says how much is left to win an
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -74,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     command.set_defaults(run_bench=_main_kernels)
+    importlib.import_module("hvd_onebit.bench_network").add_command(commands)
 
 
 def main(args: argparse.Namespace) -> int:

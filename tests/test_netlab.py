@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -95,14 +96,14 @@ def test_numbers_of_hosts_that_make_no_sense_are_refused(num_hosts: int) -> None
 
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(netlab.shutil, "which", lambda command: f"/sbin/{command}")
+    monkeypatch.setattr(shutil, "which", lambda command: f"/sbin/{command}")
     monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(LabError, match="needs root"), NetworkLab(2):
         raise AssertionError("the network was made")
 
 
 def test_without_its_commands_it_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(netlab.shutil, "which", lambda command: None)
+    monkeypatch.setattr(shutil, "which", lambda command: None)
     monkeypatch.setattr(sys, "platform", "linux")
     assert netlab.why_impossible() == "ip and tc not found: install iproute2"
 
