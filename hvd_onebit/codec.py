@@ -64,6 +64,14 @@ class Codec(Protocol[Array]):
         """The message's bytes on the host, for checksums."""
         ...
 
+    def as_bytes(self, values: Array) -> Array:
+        """The memory of float32 values as uint8."""
+        ...
+
+    def as_floats(self, message: Array) -> Array:
+        """The other way round."""
+        ...
+
 
 HostArray = npt.NDArray[Any]
 
@@ -116,3 +124,9 @@ class HostCodec:
 
     def to_bytes(self, message: HostArray) -> bytes:
         return message.tobytes()
+
+    def as_bytes(self, values: HostArray) -> HostArray:
+        return values.view(np.uint8)
+
+    def as_floats(self, message: HostArray) -> HostArray:
+        return message.view(np.float32)

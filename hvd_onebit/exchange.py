@@ -79,6 +79,11 @@ class CompressedAllreduce(Generic[Array]):
         self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
 
     @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The parts of the bucket that are averaged by one rank each (two_phase), or the whole bucket (one_shot)."""
+        return self._chunks
+
+    @property
     def own_chunk(self) -> Chunk:
         """The part of the bucket that this rank averages (two_phase) or the whole bucket (one_shot)."""
         return self._own_chunk

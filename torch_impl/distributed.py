@@ -484,6 +484,14 @@ class _OneBitMethods:
         if self._onebit is not None:
             self._onebit.load(state_dict.get("onebit"), saved)
 
+    def synchronize_for_checkpoint(self) -> None:
+        """Collective: afterwards any rank's state_dict() alone restores a run on any number of ranks.
+
+        Every rank gets the mean of the ranks' compression errors, so that nothing that is still owed is lost.
+        """
+        if self._onebit is not None:
+            self._onebit.synchronize_for_checkpoint()
+
     # -- copies --
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -579,7 +587,7 @@ def _check_extra(extra: Any) -> None:
             f"the checkpoint has format version {extra['version']}, this hvd_onebit reads up to {FORMAT_VERSION}: "
             "upgrade it"
         )
-    missing = [key for key in ("rank", "size", "errors") if key not in extra]
+    missing = [key for key in ("rank", "size", "shared", "errors") if key not in extra]
     if missing:
         raise ValueError(f"the checkpoint's 'onebit' has no {', '.join(missing)}: it is damaged")
     for bucket, each in extra["errors"].items():

@@ -17,6 +17,7 @@ from hvd_onebit.options import CompressionOptions, is_full_precision
 from hvd_onebit.rules import bias_correction
 from hvd_onebit.schedule import FreezeSchedule
 from hvd_onebit.stage import frozen_variance
+from hvd_onebit.state import share_errors, take_shared_errors
 from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats
 from hvd_onebit.step import StepExchange
 from hvd_onebit.torch.rules import FROZEN_STEP, NOT_FROZEN, VARIANCE_STEPS, WARM_SINCE, AdamRule, CompressedBucket
@@ -72,6 +73,8 @@ class Engine:
         self._finite = True
         self._static_digest: bytes | None = None
         self._restorable_errors: dict[str, Any] = {}
+        self._restores_shared = False
+        self._errors_are_shared = False
         self._told = False
         # groups are shared with the wrapped optimizer, which may have been wrapped before
         for key in (SCHEDULE, STEP, CHECKSUMS):
@@ -182,6 +185,7 @@ class Engine:
 
     def _prepare(self) -> None:
         """What a step needs before anything is sent."""
+        self._errors_are_shared = False
         if any(p.requires_grad and FROZEN_STEP not in self._states()[p] for p in self.parameters()):
             self.initialise_state()
         self._tell_once()
@@ -382,15 +386,25 @@ class Engine:
             "version": FORMAT_VERSION,
             "rank": self._transport.rank,
             "size": self._transport.size,
+            "shared": self._errors_are_shared,
             "errors": {
                 bucket.bucket.name: {
                     "parameters": list(bucket.bucket.parameters),
+                    "sizes": list(bucket.bucket.sizes),
                     "worker_error": bucket.exchange.worker_error,
                     "server_error": bucket.exchange.server_error,
                 }
                 for bucket in self._all_buckets()
             },
         }
+
+    @torch.no_grad()
+    def synchronize_for_checkpoint(self) -> None:
+        """Collective: afterwards any rank's checkpoint alone restores a run of any size, what is owed included."""
+        self._prepare()
+        for bucket in self._all_buckets():
+            share_errors(bucket.exchange, self._transport, bucket.codec)
+        self._errors_are_shared = True
 
     @torch.no_grad()
     def load(self, extra: dict[str, Any] | None, saved_states: Sequence[dict[str, Any] | None]) -> None:
@@ -402,6 +416,7 @@ class Engine:
         """
         self._buckets = {}
         self._restorable_errors = {}
+        self._restores_shared = self._errors_are_shared = False
         self._forget_step()
         for p, saved in zip(self.parameters(), saved_states, strict=True):
             state = self._states()[p]
@@ -416,13 +431,15 @@ class Engine:
         self._thaw_if_early()
         if extra and extra["errors"] and self.stage == COMPRESSION:
             here = (self._transport.rank, self._transport.size)
-            if (extra["rank"], extra["size"]) == here:
+            self._restores_shared = bool(extra["shared"])
+            if self._restores_shared or (extra["rank"], extra["size"]) == here:
                 self._restorable_errors = dict(extra["errors"])
             else:
                 notices.dropped_errors(
                     f"saved by rank {extra['rank']} of {extra['size']}, restored on rank {here[0]} of {here[1]}"
                 )
         self._build_buckets()
+        self._restorable_errors = {}
         self._count_elements()
         self._told = False
 
@@ -446,6 +463,16 @@ class Engine:
             notices.back_to_warm_up(first, self.options.freeze_step, step)
 
     def _restore_errors(self, bucket: CompressedBucket) -> None:
+        if self._restores_shared and self._restorable_errors:
+            saved_parts = {
+                name: (each["parameters"], each["sizes"], each["worker_error"])
+                for name, each in self._restorable_errors.items()
+                if each["worker_error"] is not None
+            }
+            missing = take_shared_errors(bucket.exchange, saved_parts)
+            if missing:
+                notices.dropped_errors(f"none of this size were saved for {', '.join(missing[:8])}")
+            return
         saved = self._restorable_errors.pop(bucket.bucket.name, None)
         if saved is None:
             return

@@ -98,6 +98,17 @@ class LocalStepsEngine(Engine):
                     state[ACCUMULATED] = view
                 self._accumulated[bucket.bucket.name] = flat
 
+    @torch.no_grad()
+    def synchronize_for_checkpoint(self) -> None:
+        super().synchronize_for_checkpoint()
+        for bucket in self._all_buckets():
+            accumulated = self._accumulated[bucket.bucket.name]
+            for name, flat in (("momentum", bucket.momentum), ("accumulated", accumulated)):
+                flat.copy_(self._transport.allreduce(flat, name=f"{bucket.bucket.name}.{name}").wait())
+            for p, u in zip(bucket.parameters, bucket.views(accumulated), strict=True):
+                state = self._states()[p]
+                self._move(p, u, state[ANCHOR], state, self._numbers(bucket.group, state))
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:

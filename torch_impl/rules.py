@@ -74,6 +74,7 @@ class CompressedBucket:
         options: CompressionOptions,
     ) -> None:
         codec = codec_for(parameters[0].device)
+        self.codec = codec
         self.bucket = bucket
         self.parameters = tuple(parameters)
         self.group = group
