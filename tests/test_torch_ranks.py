@@ -284,6 +284,8 @@ def test_a_momentum_that_differs_is_found_by_the_checksum() -> None:
                 return pending
 
             class Flipped:
+                ready = pending.ready
+
                 def wait(self) -> Any:
                     gathered = pending.wait()
                     gathered[-1] ^= 1
