@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.options import CompressionOptions, options_from
-from hvd_onebit.stats import Stats, ring_allreduce_bytes
+from hvd_onebit.stats import WARM_UP, Stats, ring_allreduce_bytes
 from hvd_onebit.torch.engine import FORMAT_VERSION, CompressionEngine, Engine
 from hvd_onebit.torch.local_steps import LocalStepsEngine, LocalStepsRule
 from hvd_onebit.torch.optimizers import Lamb, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
@@ -56,6 +56,7 @@ class _Settings:
     gradient_predivide_factor: float
     groups: Any
     process_set: Any
+    grad_scaler: Any = None
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
@@ -70,6 +71,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     sparse_as_dense: bool = False,
     process_set: Any = None,
     *,
+    grad_scaler: Any = None,
     transport: Transport[Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -94,6 +96,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
         groups: as in Horovod, during warm-up.
         sparse_as_dense: sum sparse gradients into dense ones; without it a sparse gradient is refused.
         process_set: as in Horovod.
+        grad_scaler: the torch.amp.GradScaler that scales the loss, if there is one: gradients are unscaled before they
+            enter the momentum. Use Horovod's order: synchronize(), scaler.unscale_(), then scaler.step() inside
+            skip_synchronize(), scaler.update(). An overflow on one rank makes all skip and all scales shrink alike.
         transport: average over this transport of `hvd_onebit.transport` instead of Horovod.
         **options: of `hvd_onebit.options.CompressionOptions`: freeze_step, exchange, scale, block, full_precision, ...
 
@@ -107,6 +112,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     """
     options_given = _options_of(optimizer, options)
     _check_optimizer(optimizer, options_given)
+    if grad_scaler is not None and isinstance(optimizer, ZeroOneAdam):
+        raise ValueError(
+            "0/1 Adam's ranks step by themselves, and a scaler would skip one of them alone: use bfloat16"
+        )
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step!r}")
     if transport is None:
@@ -122,6 +131,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups if groups is not None else (num_groups or None),
         process_set=process_set,
+        grad_scaler=grad_scaler,
     )
     return _make(type(optimizer), optimizer.param_groups, optimizer.defaults, settings)
 
@@ -324,6 +334,7 @@ class _OneBitMethods:
                 self._parameter_names,  # type: ignore[attr-defined]
                 self._transport,
                 gradient_scale=self._gradient_scale,
+                loss_scale=_loss_scale_of(settings.grad_scaler),
             )
             if settings.transport is None:
                 self._transport.named_by(lambda: _next_name(settings.process_set))
@@ -375,7 +386,7 @@ class _OneBitMethods:
             self._make_dense(p)
         if self._settings.transport is not None or self._transport.size == 1:
             return
-        if self._groups is not None and engine.stage != "warm-up":  # type: ignore[has-type]
+        if self._groups is not None and engine.stage != WARM_UP:  # type: ignore[has-type]
             self._groups = None
         for p in engine.parameters():
             if engine.is_compressed(p) or not p.requires_grad:
@@ -404,9 +415,20 @@ class _OneBitMethods:
         if self._onebit is None:
             self._inherited("synchronize")
             return
+        self._leave_unused_step()
         if not self._synchronized:
             self._exchange()
             self._onebit.write_gradients()
+
+    def _leave_unused_step(self) -> None:
+        """Gradients that were synchronised but not used, as when a scaler skips a step, make way for newer ones."""
+        if self._synchronized and getattr(self, "_handles", None):
+            self._abandon_step()
+
+    def _abandon_step(self) -> None:
+        assert self._onebit is not None
+        self._synchronized = False
+        self._onebit.abandon()
 
     def _exchange(self) -> None:
         assert self._onebit is not None
@@ -426,13 +448,23 @@ class _OneBitMethods:
         if self._onebit is None:
             plain_step()
             return loss
-        if self._should_synchronize and not self._synchronized:
-            self._exchange()
+        if self._should_synchronize:
+            self._leave_unused_step()
+            if not self._synchronized:
+                self._check_scaling()
+                self._exchange()
         if not self._synchronized:
             raise OneBitError("step() inside skip_synchronize() needs a synchronize() before it")
         self._synchronized = False
         self._onebit.apply(plain_step)
         return loss
+
+    def _check_scaling(self) -> None:
+        if self._settings.grad_scaler is not None and self._settings.grad_scaler.is_enabled():
+            raise OneBitError(
+                "with a GradScaler gradients are synchronised before they are unscaled: call optimizer.synchronize(), "
+                "scaler.unscale_(optimizer), then scaler.step(optimizer) inside optimizer.skip_synchronize()"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; not between backward() and step() or synchronize()."""
@@ -440,6 +472,8 @@ class _OneBitMethods:
             raise OneBitError(
                 "zero_grad() was called after backward() but before step() or synchronize(): gradients are under way"
             )
+        if self._onebit is not None and self._synchronized:
+            self._abandon_step()
         super(self.__class__, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -532,6 +566,12 @@ def _make_contiguous(p: Tensor) -> None:
         p.grad = p.grad.contiguous()
 
 
+def _loss_scale_of(grad_scaler: Any) -> Callable[[], float]:
+    if grad_scaler is None:
+        return lambda: 1.0
+    return lambda: float(grad_scaler.get_scale())
+
+
 def _next_name(process_set: Any) -> str:
     key = str(process_set.process_set_id)
     _instances[key] += 1
@@ -591,7 +631,7 @@ def _check_extra(extra: Any) -> None:
     if missing:
         raise ValueError(f"the checkpoint's 'onebit' has no {', '.join(missing)}: it is damaged")
     for bucket, each in extra["errors"].items():
-        for name in ("parameters", "worker_error", "server_error"):
+        for name in ("parameters", "sizes", "worker_error", "server_error"):
             if name not in each:
                 raise ValueError(f"the checkpoint's errors of {bucket} have no {name}: it is damaged")
         for name in ("worker_error", "server_error"):

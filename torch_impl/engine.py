@@ -47,6 +47,7 @@ class Engine:
         names: the name of every parameter.
         transport: among the ranks that train together.
         gradient_scale: gradients are multiplied by this before they enter the momentum (n for op=Sum).
+        loss_scale: by what the loss, and so every gradient, is multiplied at this time.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Engine:
         transport: Transport[Tensor],
         *,
         gradient_scale: float = 1.0,
+        loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.options: CompressionOptions = rule.options
         self.stats = Stats()
@@ -65,6 +67,7 @@ class Engine:
         self._optimizer = optimizer
         self._transport = transport
         self._gradient_scale = gradient_scale
+        self._loss_scale = loss_scale
         self._schedule = FreezeSchedule(self.options, rule.memory(optimizer.param_groups[0]))
         self._agreement = Agreement(transport, "agreement")
         self._buckets: dict[BucketKey, list[CompressedBucket]] = {}
@@ -182,6 +185,12 @@ class Engine:
             OneBitError: too many steps were skipped in a row; the same on every rank.
         """
         raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Gives up a step between `finish` and `apply`: parameters, momentum and counters stay as they are."""
+        self._finite = False
+        self._forget_step()
+        self._end_step(self.stage)
 
     def _prepare(self) -> None:
         """What a step needs before anything is sent."""
@@ -531,7 +540,7 @@ class CompressionEngine(Engine):
     @torch.no_grad()
     def _start(self, bucket: CompressedBucket) -> None:
         self._started.add(bucket)
-        bucket.gather(self._gradient_scale)
+        bucket.gather(self._gradient_scale / self._loss_scale())
         momentum, beta1 = self._rule.prepare(bucket, self._states())
         self._in_flight.start(bucket.exchange, bucket.values, momentum, beta1)
 
@@ -546,8 +555,12 @@ class CompressionEngine(Engine):
         for bucket in self._all_buckets():
             if self._finite:
                 self._decode(bucket)
+                scale = self._loss_scale()
+                if scale != 1.0:
+                    bucket.values.mul_(scale)  # as backward would have left it: whoever scaled will unscale
             else:
-                bucket.values.zero_()
+                # what a scaler looks for, and clipping does not hide
+                bucket.values.fill_(float("inf"))
             for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
                 p.grad = view if view.dtype == p.dtype else view.to(p.dtype)
         self._gradients_written = True

@@ -131,7 +131,7 @@ class LocalStepsEngine(Engine):
             self._finish_agreement()
         self._set_checksums({})
         for bucket in self._all_buckets():
-            bucket.gather(self._gradient_scale)
+            bucket.gather(self._gradient_scale)  # unscaled by now, if there is a scaler
         if variance_due and self._finite:
             self._finite = self._update_variance()
         if self._finite:
