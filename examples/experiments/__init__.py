@@ -1,0 +1,1 @@
+"""Experiments that chose the defaults: `python -m examples.experiments language|image|lamb|all`."""
