@@ -49,7 +49,8 @@ help:
 setup: $(STAMPS)/horovod
 
 demo: setup
-	$(VENV)/bin/horovodrun -np 2 $(PY) examples/pytorch_mnist.py --compare --out demo
+	$(VENV)/bin/horovodrun --gloo -np 2 $(PY) examples/pytorch_mnist.py --compare --seeds 3 --out demo \
+	    --json demo/figures.json
 
 test: setup lint
 	$(PY) -m pytest
