@@ -221,6 +221,51 @@ def test_every_step_follows_the_oracle(name: str, size: int, algorithm: str) -> 
                 oracle.server_errors = [each["server_error"] for each in after] if cuts else []
 
 
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_phase"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_preconditioned_space_follows_the_oracle(size: int, algorithm: str) -> None:
+    """With space="update" the ranks average u = m/(sqrt(v)/correction + eps), and the momentum is made from it."""
+    freeze_step, steps, lr, eps = 3, 7, 0.01, 1e-8
+
+    def work(transport: LocalTransport) -> list[list[dict[str, Any]]]:
+        params = parameters()
+        optimizer = distribute(
+            Adam(params, lr=lr),
+            transport,
+            freeze_step=freeze_step,
+            bucket_elements=1,
+            exchange=algorithm,
+            space="update",
+        )
+        kept = []
+        for step in range(steps):
+            train(optimizer, params, [step], transport.rank)
+            kept.append(_state_of(optimizer, params))
+        return kept
+
+    by_rank = on_ranks(size, work)
+    for index, p in enumerate(parameters()):
+        bucket = Bucket("b", ("p",), (p.numel(),))
+        cuts = [0, *(chunk.stop for chunk in cut_chunks(bucket, size, 2048))]
+        for step in range(freeze_step, steps):
+            before, after = ([kept[at][index] for kept in by_rank] for at in (step - 1, step))
+            root = np.sqrt(before[0]["v"] / (1 - 0.999**freeze_step)) + eps
+            gradients = [gradient(step, rank, index, p).double().numpy().ravel() for rank in range(size)]
+            inputs = [(0.9 * before[0]["m"] + 0.1 * g) / root for g in gradients]
+            workers = [each["worker_error"] for each in before]
+            if algorithm == "one_shot":
+                u = reference.compressed_allreduce_one_shot(inputs, workers, 2048)
+            else:
+                servers = [each["server_error"] for each in before]
+                u = reference.compressed_allreduce_two_phase(inputs, workers, servers, cuts, 2048)
+            close = {"rtol": 2e-5, "atol": 2e-6, "err_msg": f"parameter {index}, step {step}"}
+            for rank in range(size):
+                np.testing.assert_allclose(after[rank]["m"], u * root, **close)
+                np.testing.assert_allclose(after[rank]["worker_error"], workers[rank], **{**close, "atol": 2e-5})
+                x = before[0]["x"] - lr / (1 - 0.9 ** (step + 1)) * u
+                np.testing.assert_allclose(after[rank]["x"], x, **close)
+
+
 def _state_of(optimizer: Any, params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
     """Each parameter's numbers in float64; buckets of one tensor."""
     errors = {each["parameters"][0]: each for each in optimizer.state_dict()["onebit"]["errors"].values()}

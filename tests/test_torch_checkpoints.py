@@ -282,6 +282,14 @@ def _without(*path: Any) -> Callable[[dict[str, Any]], Any]:
     return change
 
 
+def _without_in_errors(name: str) -> Callable[[dict[str, Any]], Any]:
+    def change(state: dict[str, Any]) -> Any:
+        del next(iter(state["onebit"]["errors"].values()))[name]
+        return state
+
+    return change
+
+
 def _bad_error(value: Any) -> Callable[[dict[str, Any]], Any]:
     def change(state: dict[str, Any]) -> Any:
         next(iter(state["onebit"]["errors"].values()))["worker_error"] = value
@@ -308,6 +316,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "NaN error": (_bad_error(torch.tensor([float("nan")])), "worker_error of .* holds NaN"),
     "errors cut off": (_without("onebit", "errors"), "onebit"),
     "no rank": (_without("onebit", "rank"), "onebit"),
+    "not said whether shared": (_without("onebit", "shared"), "has no shared"),
+    "an error's sizes cut off": (_without_in_errors("sizes"), "have no sizes"),
     "foreign extra": (_damage(onebit="something else"), "onebit"),
     "momentum cut off": (_without("state", 2, "exp_avg"), "exp_avg"),
     "step cut off": (_without("state", 1, "step"), "step"),

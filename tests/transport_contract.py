@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -131,3 +132,20 @@ def a_view_into_the_middle_can_be_sent(transport: Any, convert: Convert) -> None
     whole = convert(np.arange(40, dtype=np.uint8) + rank)
     found = transport.allgather(whole[7:12], [5] * size, name="view").wait()
     _assert_equal(found, np.concatenate([np.arange(7, 12, dtype=np.uint8) + i for i in range(size)]))
+
+
+@_promise
+def ready_comes_true_without_a_wait(transport: Any, convert: Convert) -> None:
+    rank, size = transport.rank, transport.size
+    pending = [
+        transport.allgather(convert(np.full(3, rank, np.uint8)), [3] * size, name="ready.allgather"),
+        transport.alltoall(convert(np.full(size, rank, np.uint8)), [1] * size, [1] * size, name="ready.alltoall"),
+        transport.allreduce(convert(np.full(3, rank, np.float32)), name="ready.mean"),
+    ]
+    deadline = time.monotonic() + 10
+    while not all(each.ready() for each in pending):
+        assert time.monotonic() < deadline, "never ready"
+        time.sleep(0.001)
+    assert all(each.ready() for each in pending), "and stays"
+    _assert_equal(pending[0].wait(), np.repeat(np.arange(size), 3).astype(np.uint8))
+    _assert_equal(pending[1].wait(), np.arange(size).astype(np.uint8))
