@@ -118,7 +118,7 @@ def report(
     console = Console(highlight=False) if size == 1 else Console(highlight=False, force_terminal=False, width=80)
     console.print(_table(rows, size, num_seeds))
     if size == 1:
-        console.print("one rank: nothing is sent, so nothing is compressed. Try: horovodrun -np 2 python ...")
+        console.print("one rank: nothing is sent, so nothing is compressed")
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         content = {"ranks": size, "seeds": num_seeds, "freeze_step": freeze_step, "methods": rows}
@@ -185,7 +185,7 @@ def _plot(runs: dict[str, list[Run]], rows: dict[str, dict[str, Any]], size: int
         axes.plot(
             range(1, len(mean) + 1), curves[-1], label=f"{name}: {_shown(rows[name]['final_loss'])}", **looks[name]
         )
-    if freeze_step < len(mean):
+    if size > 1 and freeze_step < len(mean):
         axes.axvline(freeze_step, color="0.5", linestyle=":")
         axes.annotate(
             f" step {freeze_step}: variance frozen,\n compression starts", (freeze_step, 0.99), color="0.35", va="top",
@@ -201,8 +201,8 @@ def _plot(runs: dict[str, list[Run]], rows: dict[str, dict[str, Any]], size: int
     axes.set_ylabel("training loss (cross-entropy, mean of the last 25 updates)")
     axes.grid(visible=True, which="both", color="0.92")
     num_seeds = len(next(iter(runs.values())))
-    axes.set_title(f"MNIST digits on {size} ranks, mean of {num_seeds} seeds" if num_seeds > 1 else
-                   f"MNIST digits on {size} ranks")  # fmt: skip
+    seeds = f", mean of {num_seeds} seeds" if num_seeds > 1 else ""
+    axes.set_title(f"MNIST digits on {size} rank{'s' if size > 1 else ''}{seeds}")
     axes.legend(title=f"method: loss over the last {LAST_STEPS} updates", loc="lower left")
     figure.savefig(path, dpi=150)
     plt.close(figure)
