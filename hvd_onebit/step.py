@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic
 
@@ -56,13 +57,22 @@ class StepExchange(Generic[Array]):
             if flight.gathered is None and flight.received is not None and flight.received.ready():
                 self._reduce(flight)
 
+    def arrivals(self) -> Iterator[tuple[CompressedAllreduce[Array], bool]]:
+        """Collective: every bucket's exchange in order, as soon as it is here, with whether it was finite everywhere.
+
+        What is decoded between two arrivals costs no time on a slow network; it must not be used before the last one.
+        """
+        for flight in self._flights:
+            if flight.received is not None and flight.gathered is None:
+                self._reduce(flight)
+        for flight in self._flights:
+            assert flight.gathered is not None
+            yield flight.exchange, flight.exchange.accept(flight.gathered.wait())
+
     def finish(self) -> bool:
         """Collective: waits for every bucket; True when all values were finite on all ranks."""
-        for flight in self._flights:
-            if flight.gathered is None:
-                self._reduce(flight)
-        accepted = [flight.exchange.accept(flight.gathered.wait()) for flight in self._flights if flight.gathered]
-        return all(accepted)
+        finite = [is_finite for _, is_finite in self.arrivals()]
+        return all(finite)
 
     def _reduce(self, flight: _Flight[Array]) -> None:
         assert flight.received is not None

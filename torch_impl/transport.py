@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from horovod.common.process_sets import ProcessSet
 
 __all__ = ["HorovodTransport", "HostTransport"]
+
+_POLL_SECONDS = 0.0002
 
 
 class _Then:
@@ -84,8 +87,14 @@ class HorovodTransport:
             self._prefix = self._make_prefix()
         return f"{self._prefix}.{name}"
 
+    def _wait(self, handle: int) -> Any:
+        # synchronize() alone spins, and takes the core from the threads that move the data
+        while not self._hvd.poll(handle):
+            time.sleep(_POLL_SECONDS)
+        return self._hvd.synchronize(handle)
+
     def _pending(self, handle: int, convert: Callable[[Any], Any]) -> Pending[Any]:
-        return _Then(lambda: bool(self._hvd.poll(handle)), lambda: self._hvd.synchronize(handle), convert)
+        return _Then(lambda: bool(self._hvd.poll(handle)), lambda: self._wait(handle), convert)
 
 
 def _split_frames(framed: bytes) -> list[bytes]:
