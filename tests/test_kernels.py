@@ -745,6 +745,15 @@ def test_arrays_that_are_only_read_may_overlap(implementation: Kernels) -> None:
     next(arguments.calls(implementation))()
 
 
+def test_numbers_are_rounded_to_float32_without_a_warning(implementation: Kernels) -> None:
+    message = new_message(1, 8)
+    implementation.compress(floats_of([1.0]), None, 0.9, None, message, block=8)
+    for step_size, expected in [(1e39, -math.inf), (1 + 2**-30, 0.0), (np.float64(0.5), 0.5)]:
+        parameter, momentum = floats_of([1.0]), floats_of([0.0])
+        implementation.momentum_apply([message], 0, parameter, momentum, num_elements=1, block=8, step_size=step_size)
+        assert parameter[0] == expected
+
+
 # ---- the module ----
 
 
