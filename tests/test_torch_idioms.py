@@ -252,6 +252,19 @@ def test_after_synchronize_the_gradient_is_what_step_will_use() -> None:
         assert torch.equal(by_rank[0][0][index], mean)
 
 
+def test_step_alone_leaves_the_gradients_of_compressed_parameters() -> None:
+    def work(transport: LocalTransport) -> None:
+        params = parameters()
+        optimizer = distribute(AdamW(params, lr=0.01), transport, freeze_step=2)
+        train(optimizer, params, range(3), transport.rank)
+        set_gradients(params, 3, transport.rank)
+        given = [p.grad.clone() for p in params if p.grad is not None]
+        optimizer.step()
+        assert_bit_equal([p.grad for p in params if p.grad is not None], given)
+
+    on_ranks(2, work)
+
+
 @pytest.mark.parametrize("freeze_step", [2, 9], ids=["compression", "warm-up"])
 def test_clipping_bounds_what_the_step_uses(freeze_step: int) -> None:
     def work(transport: LocalTransport) -> list[Tensor]:
