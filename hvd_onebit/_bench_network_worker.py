@@ -195,6 +195,7 @@ class _OneBitExchange:
         begin = time.perf_counter()
         for exchange, part, _ in self._parts:
             self._step.start(exchange, part, None, 0.0)
+            self._step.progress()
         if not self._step.finish():
             raise OneBitError("the exchange met a value that is not finite")
         for exchange, _, values in self._parts:

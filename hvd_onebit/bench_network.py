@@ -19,8 +19,8 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class NetworkReport:
     repeats: int
     bucket_elements: int
     exchange: str
-    rates: tuple[RateReport, ...]
+    rates: tuple[RateReport, ...] = ()
 
 
 def bench_network(
@@ -122,8 +122,8 @@ def bench_network(
     log: Path,
     progress: Progress,
     timeout_seconds: float | None = None,
-) -> NetworkReport:
-    """Makes the network and measures at each rate.
+) -> Generator[RateReport, None, None]:
+    """Makes the network, measures at each rate, and yields what it found; the network is there until the end.
 
     Args:
         rates: of every host's link.
@@ -138,23 +138,12 @@ def bench_network(
         LabError: there can't be such a network here.
         CommandError: a run failed.
     """
-    reports = []
     with NetworkLab(hosts) as lab:
         for rate in rates:
             lab.set_rate(rate)
             with progress.phase(f"{hosts} hosts with {_ranks(ranks_per_host)} each, {rate.name}"):
                 by_rank = _run(lab, task, ranks_per_host, log, progress, timeout_seconds)
-            reports.append(_report(rate, task, by_rank))
-    options = task.options
-    return NetworkReport(
-        machine=this_machine(),
-        hosts=hosts,
-        ranks_per_host=ranks_per_host,
-        repeats=task.repeats,
-        bucket_elements=options.bucket_elements,
-        exchange=options.algorithm(hosts * ranks_per_host),
-        rates=tuple(reports),
-    )
+            yield _report(rate, task, by_rank)
 
 
 def _run(
@@ -287,42 +276,57 @@ def add_command(commands: Any) -> None:
 
 
 def _main(args: argparse.Namespace) -> int:
+    task = Task(
+        num_elements=args.num_elements,
+        repeats=args.repeats,
+        bucket_elements=args.bucket_elements,
+        exchange=args.exchange,
+        model_elements=args.model_elements,
+        step_seconds=args.step_seconds,
+        what=_PARTS if args.what == "all" else (args.what,),
+    )
+    report = NetworkReport(
+        machine=this_machine(),
+        hosts=args.hosts,
+        ranks_per_host=args.ranks_per_host,
+        repeats=task.repeats,
+        bucket_elements=task.bucket_elements,
+        exchange=task.options.algorithm(args.hosts * args.ranks_per_host),
+    )
+    progress = Progress(sys.stderr)
+    status = 0
     try:
         with _log_file(args.out) as log:
-            progress = Progress(sys.stderr)
+            measuring = bench_network(
+                args.rate or [parse_rate("1gbit")],
+                hosts=args.hosts,
+                ranks_per_host=args.ranks_per_host,
+                task=task,
+                log=log,
+                progress=progress,
+                timeout_seconds=args.timeout,
+            )
             try:
-                report = bench_network(
-                    args.rate or [parse_rate("1gbit")],
-                    hosts=args.hosts,
-                    ranks_per_host=args.ranks_per_host,
-                    task=Task(
-                        num_elements=args.num_elements,
-                        repeats=args.repeats,
-                        bucket_elements=args.bucket_elements,
-                        exchange=args.exchange,
-                        model_elements=args.model_elements,
-                        step_seconds=args.step_seconds,
-                        what=_PARTS if args.what == "all" else (args.what,),
-                    ),
-                    log=log,
-                    progress=progress,
-                    timeout_seconds=args.timeout,
-                )
+                with contextlib.closing(measuring):
+                    for measured in measuring:
+                        report = replace(report, rates=(*report.rates, measured))
+                        # after every rate: what took minutes to measure is not lost with the next one
+                        if args.json is not None:
+                            args.json.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
             except CommandError as error:
+                status = 1
                 progress.say(f"{error}. The end of the ranks' output:")
                 for line in log_tail(log):
                     _say(line, sys.stderr)
-                return 1
-        if args.json is not None:
-            args.json.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        if report.rates:
+            for line in _lines(report):
+                _say(line)
+            if args.out is not None:
+                _say(_plot(report, args.out / "network.png"))
     except (LabError, ValueError, OSError) as error:
         _say(f"hvd-onebit: {error}", sys.stderr)
         return 1
-    for line in _lines(report):
-        _say(line)
-    if args.out is not None:
-        _say(_plot(report, args.out / "network.png"))
-    return 0
+    return status
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -175,24 +176,26 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "needs root" in capsys.readouterr().err
 
 
-def test_a_failed_run_shows_what_the_ranks_said(
+def test_a_failed_run_shows_what_the_ranks_said_and_what_was_measured_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fail(*args: object, log: Path, **kwargs: object) -> None:
+    def fail(*args: object, log: Path, **kwargs: object) -> Iterator[bench_network.RateReport]:
+        yield bench_network._report(parse_rate("1mbit"), TASK, [observed(), observed()])
         log.write_text("[0]<stderr>:RuntimeError: no luck\n")
         raise CommandError("horovodrun failed with exit status 1", log=log, returncode=1)
 
     monkeypatch.setattr(bench_network, "bench_network", fail)
-    assert run() == 1
+    assert run("--json", str(tmp_path / "figures.json")) == 1
     shown = capsys.readouterr()
     assert "horovodrun failed with exit status 1" in shown.err
     assert "[0]<stderr>:RuntimeError: no luck" in shown.err
-    assert shown.out == ""
+    assert "1mbit: 1-bit is 5.0 times as fast" in shown.out
+    assert [each["rate"] for each in json.loads((tmp_path / "figures.json").read_text())["rates"]] == ["1mbit"]
 
 
 def test_without_matplotlib_there_is_no_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    report = bench_network.NetworkReport(bench.this_machine(), 2, 1, 5, 100, "one_shot", ())
+    report = bench_network.NetworkReport(bench.this_machine(), 2, 1, 5, 100, "one_shot")
     assert "matplotlib is not installed" in bench_network._plot(report, tmp_path / "network.png")
     assert list(tmp_path.iterdir()) == []
 
