@@ -20,13 +20,9 @@ from hvd_onebit.netlab import Host, LabError, NetworkLab, parse_rate
 
 needs_network = pytest.mark.skipif(netlab.why_impossible() is not None, reason=str(netlab.why_impossible()))
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-# ignores what ends it gently
-STUBBORN = [
-    sys.executable,
-    "-c",
-    "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)",
-]
+# both print a line when they are ready; the second ignores what would end it gently
+SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+STUBBORN = [*SLEEP[:2], "import signal; signal.signal(15, signal.SIG_IGN); " + SLEEP[2]]
 
 
 def namespaces_of(pid: int) -> list[str]:
@@ -228,7 +224,8 @@ OWNER = """
 import subprocess, sys, time
 from hvd_onebit.netlab import NetworkLab
 with NetworkLab(2) as lab:
-    process = lab.popen(lab.hosts[1], {command}, start_new_session=True)
+    process = lab.popen(lab.hosts[1], {command}, start_new_session=True, stdout=subprocess.PIPE)
+    process.stdout.readline()
     print(process.pid, flush=True)
     time.sleep(600)
 """
@@ -244,9 +241,9 @@ def test_nothing_is_left_after_a_signal(signum: signal.Signals, command: list[st
     assert owner.stdout is not None
     child = int(owner.stdout.readline())
     assert len(namespaces_of(owner.pid)) == 3
-    owner.send_signal(signum)
-    time.sleep(0.05)
-    owner.send_signal(signum)  # impatience changes nothing
+    for _ in range(8):  # impatience changes nothing
+        owner.send_signal(signum)
+        time.sleep(0.1)
     assert owner.wait(timeout=30) != 0
     owner.stdout.close()
     assert_nothing_left(owner.pid)
