@@ -1,0 +1,393 @@
+"""Checks of hvd_onebit.tensorflow under a real launcher: python tf_checks.py FOLDER CHECK...
+
+Every rank runs the checks in the order given, and writes FOLDER/rank.json with what came of each. A check that fails
+ends this rank, as its peers might wait for it otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tf_training import SHAPES, assert_bit_equal, gradients, snapshot, train, variables
+
+import hvd_onebit.tensorflow as onebit
+from hvd_onebit.stats import COMPRESSION, WARM_UP
+
+Adam, AdamW = keras.optimizers.Adam, keras.optimizers.AdamW
+
+CHECKS: dict[str, Callable[[], Any]] = {}
+FOLDER = Path()
+
+
+def check(function: Callable[[], Any]) -> Callable[[], Any]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+# -- helpers --
+
+
+def distribute(optimizer: Any, **options: Any) -> Any:
+    return onebit.DistributedOptimizer(optimizer, **{"check_every": 1, "bucket_elements": 3000, **options})
+
+
+def model(*, built: bool = True, dropout: float = 0.1) -> keras.Model:
+    """Another one on every rank, until it's broadcast."""
+    keras.utils.set_random_seed(1 + hvd.rank())
+    first = [keras.Input((64,))] if built else []
+    return keras.Sequential(
+        [*first, keras.layers.Dense(100, activation="relu"), keras.layers.Dropout(dropout), keras.layers.Dense(10)]
+    )
+
+
+def data(rank: int, count: int = 12) -> tuple[Any, Any]:
+    """This rank's batches of 16."""
+    rng = np.random.default_rng(5 + rank)
+    x = rng.standard_normal((16 * count, 64)).astype(np.float32)
+    return x, (x @ np.random.default_rng(3).standard_normal((64, 10))).argmax(1)
+
+
+def fit(network: keras.Model, optimizer: Any, *, epochs: int = 1, callbacks: Sequence[Any] = (), **how: Any) -> Any:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    network.compile(optimizer, loss, metrics=["accuracy"], **how)
+    start = onebit.callbacks.BroadcastGlobalVariablesCallback(0)
+    x, y = data(hvd.rank())
+    return network.fit(x, y, batch_size=16, epochs=epochs, verbose=0, shuffle=False, callbacks=[start, *callbacks])
+
+
+def assert_replicas(arrays: Sequence[Any], what: str = "") -> None:
+    for rank, replica in enumerate(hvd.allgather_object(list(arrays))):
+        assert_bit_equal(replica, list(arrays), f"rank {rank} {what}")
+
+
+def state_of(network: keras.Model) -> list[Any]:
+    return [*network.get_weights(), *(np.array(v.numpy()) for v in network.optimizer.variables)]
+
+
+# -- checks --
+
+
+@check
+def fit_keeps_replicas_equal() -> None:
+    """The model is built at its first batch; two buckets, both exchanges."""
+    for exchange in ("one_shot", "two_phase"):
+        network = model(built=False)
+        optimizer = distribute(AdamW(0.01, beta_2=0.9), freeze_step=5, exchange=exchange)
+        fit(network, optimizer)
+        assert optimizer.stats.stage == COMPRESSION
+        assert optimizer.stats.step == 12
+        assert_replicas(state_of(network), exchange)
+
+
+@check
+def warm_up_is_one_process_with_the_joint_batch() -> None:
+    network = model(dropout=0.0)
+    hvd.broadcast_variables([v.value for v in network.weights], 0)
+    joint = keras.models.clone_model(network)
+    joint.set_weights(network.get_weights())
+    fit(network, distribute(Adam(0.01), freeze_step=100))
+    joint.compile(Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    parts = [data(rank) for rank in range(hvd.size())]
+    x, y = (np.concatenate([p[i].reshape(12, 16, *p[i].shape[1:]) for p in parts], 1) for i in (0, 1))
+    for step in range(12):
+        joint.train_on_batch(x[step], y[step])
+    for mine, theirs in zip(network.get_weights(), joint.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+@check
+def other_ways_to_run() -> None:
+    """Eagerly, several steps an execution, gradient accumulation."""
+    base = model(dropout=0.0)
+    hvd.broadcast_variables([v.value for v in base.weights], 0)
+    results = []
+    for how in ({}, {"run_eagerly": True}, {"steps_per_execution": 3}):
+        network = keras.models.clone_model(base)
+        network.set_weights(base.get_weights())
+        fit(network, distribute(Adam(0.01, beta_2=0.9), freeze_step=4), **how)
+        assert_replicas(state_of(network), str(how))
+        results.append(network.get_weights())
+    for other in results[1:]:
+        for mine, theirs in zip(other, results[0], strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=2e-3)
+
+
+@check
+def accumulation() -> None:
+    network = model()
+    optimizer = distribute(Adam(0.01, beta_2=0.9, gradient_accumulation_steps=2), freeze_step=3)
+    fit(network, optimizer)
+    assert optimizer.stats.step == 6
+    assert optimizer.stats.bytes_sent[COMPRESSION] == 3 * optimizer.stats.bytes_per_step[COMPRESSION]
+    assert_replicas(state_of(network))
+
+
+@check
+def mixed_float16_with_an_overflow_on_one_rank() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        network = model()
+        scaling = keras.optimizers.LossScaleOptimizer(Adam(0.01, beta_2=0.9), initial_scale=2.0**8)
+        optimizer = distribute(scaling, freeze_step=3)
+        x, y = data(hvd.rank())
+        if hvd.rank() == 1:
+            x[16 * 6] = 6e4  # in the seventh batch only
+        network.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        start = onebit.callbacks.BroadcastGlobalVariablesCallback(0)
+        network.fit(x, y, batch_size=16, verbose=0, shuffle=False, callbacks=[start])
+        assert optimizer.stats.stage == COMPRESSION
+        assert optimizer.stats.steps_skipped == 1, optimizer.stats
+        assert optimizer.stats.step == 11
+        assert_replicas(state_of(network))
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+@check
+def jit_compile_is_refused_on_all_ranks() -> None:
+    with pytest.raises(ValueError, match="jit_compile=True cannot be served"):
+        fit(model(), distribute(Adam(0.01), freeze_step=3), jit_compile=True)
+
+
+@check
+def custom_loop() -> None:
+    """tf.GradientTape inside tf.function, two optimizers, a learning rate schedule."""
+    one, two = variables(), variables(seed=1)
+    schedule = keras.optimizers.schedules.CosineDecay(0.02, 20)
+    first = distribute(Adam(schedule, beta_2=0.9), freeze_step=3)
+    second = distribute(onebit.OneBitAdam(0.01, beta_2=0.9, freeze_step=6), exchange="two_phase")
+    for optimizer, trained in ((first, one), (second, two)):
+        optimizer.build(trained)
+
+    @tf.function
+    def step(given: Any) -> None:
+        for optimizer, trained in ((first, one), (second, two)):
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(v.value * g) for v, g in zip(trained, given, strict=True)])
+            optimizer.apply(tape.gradient(loss, [v.value for v in trained]), trained)
+
+    for i in range(9):
+        step([tf.constant(g) for g in gradients(i, hvd.rank(), SHAPES)])
+    assert (first.stats.frozen_step, second.stats.frozen_step) == (3, 6)
+    assert_replicas([*snapshot(one), *snapshot(two)])
+
+
+@check
+def nan_on_one_rank() -> None:
+    for stage in (WARM_UP, COMPRESSION):
+        trained = variables()
+        optimizer = distribute(Adam(0.01, beta_2=0.9), freeze_step=2 if stage == COMPRESSION else 100)
+        train(optimizer, trained, range(4), hvd.rank())
+        assert optimizer.stats.stage == stage
+        before = snapshot(trained)
+        given = gradients(4, hvd.rank(), SHAPES)
+        if hvd.rank() == 1:
+            given[2][3] = np.nan
+        optimizer.apply([tf.constant(g) for g in given], trained)
+        assert_bit_equal(snapshot(trained), before)
+        assert optimizer.stats.steps_skipped == 1
+        train(optimizer, trained, [5], hvd.rank())
+        assert optimizer.stats.step == 5
+        assert_replicas(snapshot(trained), stage)
+
+
+@check
+def a_gradient_that_one_rank_lacks() -> None:
+    trained = variables()
+    optimizer = distribute(Adam(0.01, beta_2=0.9), freeze_step=2)
+    for step in range(4):
+        given: list[Any] = [tf.constant(g) for g in gradients(step, hvd.rank(), SHAPES)]
+        if hvd.rank() == 0:
+            given[1] = given[2] = None
+        optimizer.apply(given, trained)
+    assert_replicas(snapshot(trained))
+
+
+@check
+def saved_models_go_on_bit_for_bit() -> None:
+    """Each rank its own file, as compression errors are its own; stopped in both stages."""
+    network = model(dropout=0.0)
+    optimizer = distribute(Adam(0.01, beta_2=0.9), freeze_step=14, exchange="two_phase")
+    fit(network, optimizer)
+    path = FOLDER / f"model-{hvd.rank()}.keras"
+    x, y = data(hvd.rank())
+    for stage in (WARM_UP, COMPRESSION):
+        assert network.optimizer.stats.stage == stage
+        network.save(path)
+        again = keras.models.load_model(path)
+        assert type(again.optimizer) is type(optimizer)
+        for each in (network, again):
+            each.fit(x, y, batch_size=16, epochs=1, verbose=0, shuffle=False)
+        assert_bit_equal(state_of(again), state_of(network), stage)
+        assert_replicas(state_of(again), stage)
+        network = again
+
+
+@check
+def a_checkpoint_of_one_rank_is_broadcast() -> None:
+    network = model(dropout=0.0)
+    fit(network, distribute(Adam(0.01, beta_2=0.9), freeze_step=5))
+    path = FOLDER / f"broadcast-{hvd.rank()}.keras"
+    network.save(path)
+    again = keras.models.load_model(path) if hvd.rank() == 0 else model(dropout=0.0)
+    optimizer = again.optimizer if hvd.rank() == 0 else distribute(Adam(0.01, beta_2=0.9), freeze_step=5)
+    fit(again, optimizer)
+    assert optimizer.stats.frozen_step == 5
+    assert optimizer.stats.step == 24
+    assert_replicas(state_of(again))
+
+
+@check
+def callbacks_average_and_watch() -> None:
+    network = model()
+    monitor = [onebit.callbacks.MetricAverageCallback(), onebit.callbacks.CompressionMonitor()]
+    optimizer = distribute(Adam(0.01, beta_2=0.9), freeze_step=14)
+    history = fit(network, optimizer, epochs=2, callbacks=monitor).history
+    for every in zip(*hvd.allgather_object([history["loss"], history["accuracy"]]), strict=True):
+        assert all(values == every[0] for values in every)
+    assert history["onebit_stage"] == [0.0, 1.0]
+    assert history["onebit_ratio"][0] == 1.0
+    assert history["onebit_ratio"][1] > 14
+    assert history["onebit_bytes"][1] == optimizer.stats.bytes_per_step[COMPRESSION]
+
+
+@check
+def a_model_without_the_wrapper_gets_a_notice() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hvd_onebit").addHandler(handler)
+    fit(model(), Adam(0.01))
+    assert any("nothing averages its gradients" in line for line in said)
+
+
+@check
+def horovods_arguments() -> None:
+    """Sum, fp16 on the wire, predivision, groups: as many ways to the same mean."""
+    results = []
+    for how in (
+        {},
+        {"op": hvd.Sum},
+        {"compression": hvd.Compression.fp16},
+        {"gradient_predivide_factor": 2.0},
+        {"groups": 2},
+    ):
+        trained = variables()
+        optimizer = distribute(Adam(0.01, beta_2=0.9, epsilon=1e-12), freeze_step=3, **how)
+        train(optimizer, trained, range(3), hvd.rank())
+        assert_replicas(snapshot(trained), str(how))
+        results.append(snapshot(trained))
+        train(optimizer, trained, range(3, 6), hvd.rank())
+        assert_replicas(snapshot(trained), str(how))
+    for other in results[1:]:
+        for mine, theirs in zip(other, results[0], strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=2e-3)
+
+
+@check
+def same_as_torch() -> None:
+    """The same parameters and gradients in both adapters: the same bytes after the freeze, the same parameters."""
+    import horovod.torch as other_hvd
+    import torch
+
+    import hvd_onebit.torch as other
+
+    other_hvd.init()
+    torch.set_num_threads(1)
+    steps, freeze_step = 200, 20
+    options = {"freeze_step": freeze_step, "block": 16, "exchange": "two_phase", "check_every": 1}
+    shapes = [(8, 5), (40, 5)]
+    trained = variables(shapes)
+    parameters = [torch.nn.Parameter(torch.from_numpy(v.numpy().copy())) for v in trained]
+    mine = onebit.DistributedOptimizer(Adam(0.01, beta_2=0.95, epsilon=1e-12), **options)
+    theirs = other.DistributedOptimizer(
+        torch.optim.Adam(parameters, lr=0.01, betas=(0.9, 0.95), eps=1e-12),
+        named_parameters=[(f"p{i}", p) for i, p in enumerate(parameters)],
+        **options,
+    )
+    worst = 0.0
+    for step in range(steps):
+        given = gradients(step, hvd.rank(), shapes)
+        mine.apply([tf.constant(g) for g in given], trained)
+        theirs.zero_grad()
+        for p, g in zip(parameters, given, strict=True):
+            (p * torch.from_numpy(g)).sum().backward()
+        theirs.step()
+        moments = [(mine.momentum_of(i), theirs.state[p]["exp_avg"]) for i, p in enumerate(parameters)]
+        if step < freeze_step:
+            moments += [(mine.variance_of(i), theirs.state[p]["exp_avg_sq"]) for i, p in enumerate(parameters)]
+        if step == freeze_step - 1:
+            # the frameworks' own full-precision updates round differently; compression starts from one state
+            for m, other_m in moments:
+                np.testing.assert_allclose(m.numpy(), other_m.detach().numpy(), rtol=2e-6, atol=1e-7)
+                m.assign(other_m.detach().numpy())
+        elif step >= freeze_step:
+            for m, other_m in moments:
+                np.testing.assert_array_equal(m.numpy(), other_m.detach().numpy(), f"step {step}")
+        for v, p in zip(trained, parameters, strict=True):
+            x = v.numpy()
+            unit = np.spacing(np.maximum(np.abs(x), np.float32(0.1)))
+            worst = max(worst, float((np.abs(x - p.detach().numpy()) / unit).max()))
+    assert mine.stats.bytes_per_step == theirs.stats.bytes_per_step
+    print(f"largest difference in {steps} steps: {worst:.1f} ulp")
+    assert worst < 64
+
+
+# -- disagreements, each the last check of its launch --
+
+
+def _expect(text: str, train_on: Callable[[], Any]) -> None:
+    # inside a graph TensorFlow raises an error of its own, with the same text
+    with pytest.raises((onebit.OneBitError, tf.errors.OpError), match="the ranks disagree") as caught:
+        train_on()
+    assert text in str(caught.value)
+
+
+@check
+def disagree_in_fit() -> None:
+    _expect("option block", lambda: fit(model(), distribute(Adam(0.01), freeze_step=3, block=64 << (hvd.rank() == 1))))
+
+
+@check
+def disagree_about_the_stage() -> None:
+    trained = variables()
+    optimizer = distribute(Adam(0.01), freeze_step=2)
+    train(optimizer, trained, range(2), hvd.rank())
+    if hvd.rank() == 1:
+        optimizer._engine.value.table.assign(np.zeros((3, len(SHAPES)), np.int64))
+    _expect("stage: rank 0", lambda: train(optimizer, trained, [2], hvd.rank()))
+
+
+def main() -> None:
+    global FOLDER
+    FOLDER = Path(sys.argv[1])
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    logging.basicConfig(level=logging.INFO)
+    hvd.init()
+    results: dict[str, str] = {}
+    for name in sys.argv[2:]:
+        try:
+            CHECKS[name]()
+            results[name] = "passed"
+        except BaseException:
+            results[name] = traceback.format_exc()
+        (FOLDER / f"{hvd.rank()}.json").write_text(json.dumps(results))
+        print(f"{name}: {results[name]}", flush=True)
+        if results[name] != "passed":
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
