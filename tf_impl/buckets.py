@@ -7,6 +7,7 @@ buckets' chains, so that TensorFlow runs them beside each other and beside backw
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -42,7 +43,12 @@ def on_host(function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: An
         stateful: TensorFlow runs stateful functions in the order of the program, and even if nobody uses the result.
             Others run as soon as their inputs are there: once, as long as somebody uses the result.
     """
-    return tf.numpy_function(function, list(inputs), types, stateful=stateful)
+    if not tf.executing_eagerly():
+        return tf.numpy_function(function, list(inputs), types, stateful=stateful)
+    results = function(*(tf.convert_to_tensor(each).numpy() for each in inputs))
+    if not isinstance(types, list):
+        return tf.constant(results, types)
+    return [tf.constant(result, dtype) for result, dtype in zip(results, types, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -143,8 +149,9 @@ class HostBucket:
             bucket, rank=transport.rank, size=transport.size, codec=HostCodec(), options=options
         )
         self.bytes_sent = self._exchange.bytes_sent
-        self._gradient: Floats = np.zeros(bucket.num_elements, np.float32)
-        self._momentum: Floats = np.zeros(bucket.num_elements, np.float32)
+        self._memory = _Memory(bucket.num_elements)
+        self._gradient: Floats | None = None
+        self._momentum: Floats | None = None
         self._given: tuple[Floats, Floats | None, float] | None = None
         self._live_for: bytes | None = None
 
@@ -208,36 +215,54 @@ class HostBucket:
         count = len(self.members)
         gradients, momenta, variances = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
         self._set_live(table, variances)
-        np.concatenate(gradients, out=self._gradient)
-        np.concatenate(momenta, out=self._momentum)
+        self._gradient = values = self._memory.take()
+        np.concatenate(gradients, out=values)
+        momentum = self._gather_momentum(momenta)
         if self._options.space == "momentum":
-            self._given = (self._gradient, self._momentum, self._rule.beta1)
+            self._given = (values, momentum, self._rule.beta1)
             return
-        values = self._gradient
         values *= np.float32(1.0 - self._rule.beta1)
-        values += self._momentum * np.float32(self._rule.beta1)
+        values += momentum * np.float32(self._rule.beta1)
         for view, root in zip(self._views(values), self._roots(table, variances, step, lr), strict=True):
             view /= root
         self._given = (values, None, 0.0)
 
+    def _gather_momentum(self, momenta: Sequence[Floats]) -> Floats:
+        """All momenta end to end: the last step's own output, as long as TensorFlow still uses its memory."""
+        if self._momentum is not None:
+            places = list(zip(self._views(self._momentum), momenta, strict=True))
+            moved = [(view, m) for view, m in places if view.ctypes.data != m.ctypes.data]
+            if not any(_can_be_shared(view) for view, _ in moved):
+                for view, m in moved:
+                    view[:] = m
+                return self._momentum
+        self._momentum = self._memory.take()
+        np.concatenate(momenta, out=self._momentum)
+        return self._momentum
+
     def _update(
         self, table: Any, step: int, lr: float, parameters: Sequence[Floats], variances: Sequence[Floats]
     ) -> list[Floats]:
-        # outputs share their memory with the tensors that TensorFlow makes of them: new ones at every step
-        new_parameters = [_aligned(len(parameter)) for parameter in parameters]
-        new_momenta = [_aligned(len(parameter)) for parameter in parameters]
+        assert self._gradient is not None
+        assert self._momentum is not None
+        old_momenta = self._views(self._momentum)
+        # the gradients are used up, and TensorFlow takes what is returned as the variables' new memory
+        new_parameters = self._views(self._gradient)
+        self._momentum = self._memory.take()
+        new_momenta = self._views(self._momentum)
+        self._given = self._gradient = None
         averaged: Floats | None = None
         if self._options.space == "update":
             averaged = np.empty(self.bucket.num_elements, np.float32)
             self._exchange.average(averaged)
             for view, root in zip(self._views(averaged), self._roots(table, variances, step, lr), strict=True):
                 view *= root
-        old_momenta = self._views(self._momentum)
         for i, (index, offset) in enumerate(zip(self.members, self.bucket.offsets, strict=True)):
             new_parameters[i][:] = parameters[i]
-            if self._options.dead == "hold" or not table[FROZEN_STEP, index]:
+            is_frozen = bool(table[FROZEN_STEP, index])
+            if self._options.dead == "hold" or not is_frozen:
                 new_momenta[i][:] = old_momenta[i]
-            if not table[FROZEN_STEP, index]:
+            if not is_frozen:
                 continue
             numbers = self._rule.numbers(index, lr=lr, step=step + 1, variance_steps=int(table[VARIANCE_STEPS, index]))
             if averaged is not None:
@@ -324,7 +349,7 @@ class HostBucket:
 
     def forget(self) -> None:
         """Drops what belongs to a state that has been replaced."""
-        self._live_for = self._given = None
+        self._live_for = self._given = self._gradient = self._momentum = None
         self._exchange.commit()
         for error in self.errors().values():
             if error is not None:
@@ -527,11 +552,37 @@ def _cut(flat: tf.Tensor | None, chunk: Chunk) -> tf.Tensor | None:
     return None if flat is None else flat[chunk.start : chunk.stop]
 
 
-def _aligned(num_elements: int) -> Floats:
-    """Uninitialised memory that TensorFlow can take over as it is."""
-    raw = np.empty(4 * num_elements + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + 4 * num_elements].view(np.float32)
+class _Memory:
+    """Flat float32 arrays that are handed to TensorFlow and used again once nobody refers to them any more.
+
+    Fresh memory costs more than what is written into it: the system clears every page.
+    """
+
+    def __init__(self, num_elements: int) -> None:
+        self._num_elements = num_elements
+        self._blocks: list[npt.NDArray[np.uint8]] = []
+
+    def take(self) -> Floats:
+        """An array that shares memory with nothing in use; its contents are undefined."""
+        for block in self._blocks:
+            # the list, the loop's variable and the call itself refer to it
+            if sys.getrefcount(block) == _OWN_REFERENCES:
+                return self._array(block)
+        block = np.empty(4 * self._num_elements + _ALIGNMENT, np.uint8)
+        self._blocks.append(block)
+        return self._array(block)
+
+    def _array(self, block: npt.NDArray[np.uint8]) -> Floats:
+        start = -block.ctypes.data % _ALIGNMENT
+        return block[start : start + 4 * self._num_elements].view(np.float32)
+
+
+_OWN_REFERENCES = 3
+
+
+def _can_be_shared(array: Floats) -> bool:
+    """Whether TensorFlow takes over this memory as it is."""
+    return array.ctypes.data % _ALIGNMENT == 0
 
 
 def _rounded(numbers: AdamStep) -> Any:

@@ -6,6 +6,7 @@ and Keras's progress bar, see the metrics as these leave them.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import keras
@@ -53,7 +54,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return
         hvd, process_set = _horovod(self._process_set)
         optimizer = self.model.optimizer
-        if process_set.size() > 1 and not is_distributed(optimizer):
+        if process_set.size() > 1 and process_set.rank() == 0 and not is_distributed(optimizer):
             notices.not_distributed(type(optimizer).__name__)
         built = hvd.allgather(
             tf.constant([int(self.model.built)], tf.int32), name="onebit.built", process_set=process_set
@@ -77,8 +78,28 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         self._done = True
         hvd, process_set = _horovod(self._process_set)
-        variables = [*self.model.weights, *self.model.optimizer.variables]
-        hvd.broadcast_variables([native(v) for v in variables], root_rank=self._root_rank, process_set=process_set)
+        variables = [native(v) for v in (*self.model.weights, *self.model.optimizer.variables)]
+        shapes = repr([(tuple(v.shape), v.dtype.name) for v in variables]).encode()
+        digests = hvd.allgather(
+            tf.constant([zlib.crc32(shapes)], tf.int64), name="onebit.broadcast.shapes", process_set=process_set
+        ).numpy()
+        if len(set(digests.tolist())) > 1:
+            raise OneBitError("the ranks' models or optimizers differ in their variables: build the same on every rank")
+
+        # not by hvd.broadcast_variables: its names hold those that Keras counts up, "adam_2" may be "adam_1" elsewhere
+        @tf.function(autograph=False)
+        def broadcast() -> None:
+            for i, variable in enumerate(variables):
+                value = hvd.broadcast(
+                    variable,
+                    self._root_rank,
+                    name=f"onebit.broadcast.{i}",
+                    ignore_name_scope=True,
+                    process_set=process_set,
+                )
+                variable.assign(value)
+
+        broadcast()
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

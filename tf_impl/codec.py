@@ -63,7 +63,8 @@ def average(messages: Sequence[tf.Tensor], num_elements: int, *, block: int, liv
     for message in messages[1:]:
         total = total + _decode(message, num_elements, block)
     if len(messages) > 1:
-        total = total / float(len(messages))
+        # not a constant, by whose rounded inverse the graph optimizer would multiply
+        total = total / tf.raw_ops.PlaceholderWithDefault(input=float(len(messages)), shape=[])
     return total if live is None else tf.where(tf.equal(live, 0.0), 0.0, total)
 
 

@@ -7,6 +7,7 @@ alone. Nothing of Keras's or Horovod's is patched.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,8 @@ from tensorflow.python.ops import control_flow_util
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.options import CompressionOptions, options_from
 from hvd_onebit.stats import Stats
-from hvd_onebit.tensorflow.engine import CompressionEngine, native
+from hvd_onebit.tensorflow.buckets import on_host
+from hvd_onebit.tensorflow.engine import FORMAT_VERSION, CompressionEngine, native
 from hvd_onebit.tensorflow.optimizers import OneBitAdam
 from hvd_onebit.tensorflow.transport import HorovodTransport, HostTransport, TensorTransport
 from hvd_onebit.transport import Transport
@@ -486,16 +488,11 @@ class _Distributed(_Base):
 
     # -- loss scaling --
 
-    @property
-    def loss_scale_factor(self) -> Any:
-        """As Keras's."""
-        return self._loss_scale_factor
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: Any) -> None:
-        # Keras's LossScaleOptimizer clears it on the optimizer that it is put around: there is no other sign of it
-        self._loss_scale_factor = value
-        self._is_scaled_elsewhere = True
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Keras's LossScaleOptimizer clears this on the optimizer that it is put around: there is no other sign of it
+        if name == "loss_scale_factor":
+            self._is_scaled_elsewhere = True
+        super().__setattr__(name, value)
 
     def scaled_by(self, owner: Any) -> None:
         """Tells that `owner`, which looks for overflow on all ranks, was put around this optimizer."""
@@ -617,7 +614,7 @@ class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         finite = engine.transport.allreduce([bad], names=["overflow"])[0] == 0.0
 
         def count() -> bool:
-            tf.numpy_function(lambda: engine.count_overflow() or np.bool_(True), [], tf.bool)
+            on_host(lambda: np.bool_(engine.count_overflow() or True), [], tf.bool)
             return True
 
         tf.cond(finite, lambda: False, count)
@@ -674,11 +671,7 @@ def _check_checkpoint(saved: dict[str, Any], wanted: dict[str, Any], errors: dic
     for name, array in {**saved, **errors}.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"the checkpoint's {name} holds NaN or infinity: take an earlier one")
-    from hvd_onebit.tensorflow.engine import FORMAT_VERSION
-
     if errors:
-        import json
-
         version = json.loads(errors["about"].tobytes()).get("version", 0)
         if version > FORMAT_VERSION:
             raise ValueError(

@@ -98,7 +98,6 @@ class CompressionEngine:
         self._static_digest = digest(self._static_fields).hex()
         self._frozen_checksum: int | None = None
         self._told = False
-        self._restorable_errors: dict[str, dict[str, Array | None]] = {}
 
     def _make_buckets(self) -> list[ExchangedBucket]:
         index_of = {self._key(i): i for i in self._compressible}
@@ -113,8 +112,9 @@ class CompressionEngine:
         return buckets
 
     def _key(self, index: int) -> str:
-        # paths need not be unique
-        return f"{index}.{self._names[index]}"
+        # without the model's name, which Keras counts up: ranks may have built other models before, and so may the run
+        # that saved a checkpoint
+        return f"{index}.{self._variables[index].name.split('/')[-1]}"
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -287,8 +287,7 @@ class CompressionEngine:
         fields: dict[str, Any] = {f"option {name}": value for name, value in self.options.as_fields().items()}
         fields["number of parameters"] = len(self._variables)
         for i, v in enumerate(self._variables):
-            # without the model's name, which Keras counts up: ranks may have built other models before
-            fields[f"parameter {i}"] = f"{v.name.split('/')[-1]} {tuple(v.shape)} {v.dtype.name}"
+            fields[f"parameter {i}"] = f"{self._key(i)} {tuple(v.shape)} {v.dtype.name}"
         fields["world size"] = self.transport.size
         fields["beta_1"], fields["beta_2"] = self._rule.beta1, self._rule.beta2
         fields["epsilon"] = self._rule.epsilon
@@ -472,7 +471,7 @@ class CompressionEngine:
             bucket.checksum = 0
         self._frozen_checksum = None
         table = self.table.numpy()
-        step = int(np.asarray(self._optimizer.iterations))
+        step = int(native(self._optimizer.iterations))
         if must_thaw(table, step=step, size=self.transport.size, options=self.options):
             self._thaw(table, step)
             table = self.table.numpy()

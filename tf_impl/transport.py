@@ -196,7 +196,8 @@ def _array(tensor: tf.Tensor) -> np.ndarray:
             "transport= serves eager code only, since its collectives run in the order of calls: compile the model "
             "with run_eagerly=True, or call apply() outside tf.function"
         )
-    return np.ascontiguousarray(tensor.numpy())
+    array: np.ndarray = tensor.numpy()
+    return array
 
 
 def _shaped(tensor: tf.Tensor, num_bytes: Sequence[int]) -> tf.Tensor:
