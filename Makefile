@@ -36,10 +36,11 @@ timed = start=$$SECONDS; echo "== $(1)"; \
 	$(2); \
 	echo "   took $$((SECONDS - start)) s"
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo demo-keras test lint format clean
 
 help:
 	@echo "make demo     train on two ranks, with 1-bit compression and without, and compare"
+	@echo "make demo-keras  the same under Keras's model.fit"
 	@echo "make test     all that CI runs: ruff, mypy, pytest"
 	@echo "make lint     ruff and mypy only"
 	@echo "make format   let ruff reformat and fix what it can"
@@ -51,6 +52,10 @@ setup: $(STAMPS)/horovod
 demo: setup
 	$(VENV)/bin/horovodrun --gloo -np 2 $(PY) examples/pytorch_mnist.py --compare --seeds 3 --out demo \
 	    --json demo/figures.json
+
+demo-keras: setup
+	$(VENV)/bin/horovodrun --gloo -np 2 $(PY) examples/keras_mnist.py --compare --out demo-keras \
+	    --json demo-keras/figures.json
 
 test: setup lint
 	$(PY) -m pytest
@@ -65,7 +70,7 @@ format: $(STAMPS)/requirements
 	$(PY) -m ruff check --fix $(LINTED)
 
 clean:
-	rm -rf $(VENV) build dist demo *.egg-info hvd_onebit/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo demo-keras *.egg-info hvd_onebit/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find $(PACKAGE_DIRS) $(wildcard tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:

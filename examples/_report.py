@@ -1,4 +1,4 @@
-"""What `pytorch_mnist.py` shows: progress, a table, a plot, and the same figures as JSON."""
+"""What the examples show: progress, a table, a plot, and the same figures as JSON."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
-from torch import Tensor
 
 from hvd_onebit.stats import COMPRESSION, WARM_UP
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Progress", "Run", "report"]
 
