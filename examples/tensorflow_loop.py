@@ -1,8 +1,10 @@
 """Handwritten digits with 1-bit Adam in a loop of one's own: tf.GradientTape inside tf.function.
 
-python examples/tensorflow_loop.py                        one process
-horovodrun -np 2 python examples/tensorflow_loop.py       two ranks; --gloo or --mpi chooses the controller
-mpirun -np 2 python examples/tensorflow_loop.py           two ranks, without horovodrun
+    python examples/tensorflow_loop.py                        one process
+    horovodrun -np 2 python examples/tensorflow_loop.py       two ranks; --gloo or --mpi chooses the controller
+    mpirun -np 2 python examples/tensorflow_loop.py           two ranks, without horovodrun
+
+The data and the model are those of keras_mnist.py.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def main() -> None:
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)  # ranks share the cores of their machine
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    logging.basicConfig(level=logging.INFO if hvd.rank() == 0 else logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     keras.utils.set_random_seed(hvd.rank())
     (images, labels), test_set = load_digits()
     batches = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(len(labels)).repeat().batch(args.batch_size)
