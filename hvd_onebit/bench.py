@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     command.set_defaults(run_bench=_main_kernels)
     importlib.import_module("hvd_onebit.bench_network").add_command(commands)
+    importlib.import_module("hvd_onebit.bench_exchange").add_command(commands)
 
 
 def main(args: argparse.Namespace) -> int:
