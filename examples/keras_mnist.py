@@ -108,6 +108,9 @@ def train(optimizer: Any, digits: tuple[Digits, Digits], args: argparse.Namespac
 
 def main() -> None:
     args = parse_arguments()
+    if not any(name in os.environ for name in ("HOROVOD_RANK", "PMIX_RANK", "PMI_RANK")):
+        # without a launcher: Open MPI from PyPI cannot start a single process by itself
+        os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)  # ranks share the cores of their machine
     tf.config.threading.set_inter_op_parallelism_threads(2)

@@ -25,6 +25,9 @@ import hvd_onebit.tensorflow as onebit
 
 def main() -> None:
     args = parse_arguments()
+    if not any(name in os.environ for name in ("HOROVOD_RANK", "PMIX_RANK", "PMI_RANK")):
+        # without a launcher: Open MPI from PyPI cannot start a single process by itself
+        os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)  # ranks share the cores of their machine
     tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -52,7 +55,8 @@ def main() -> None:
         loss = train_step(x, y)
         if step % 100 == 0 and hvd.rank() == 0:
             stats = optimizer.stats
-            print(f"step {step}: loss {loss:.4f}, {stats.stage}, {stats.bytes_per_step[stats.stage]:,.0f} bytes a step")
+            sent = " and ".join(f"{sent:,.0f} in {stage}" for stage, sent in stats.bytes_per_step.items() if sent)
+            print(f"step {step}: loss {loss:.4f}, bytes a step: {sent or 'none'}")
 
     accuracy = tf.reduce_mean(tf.cast(tf.argmax(model(test_set[0]), 1) == test_set[1], tf.float32))
     if hvd.rank() == 0:
