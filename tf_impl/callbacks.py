@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvd_onebit import notices
 from hvd_onebit.errors import OneBitError
-from hvd_onebit.stats import COMPRESSION
+from hvd_onebit.stats import COMPRESSION, WARM_UP
 from hvd_onebit.tensorflow.distributed import is_distributed
 from hvd_onebit.tensorflow.engine import native
 
@@ -144,7 +144,8 @@ class CompressionMonitor(keras.callbacks.Callback):
         stats = getattr(self.model.optimizer, "stats", None)
         if logs is None or stats is None:
             return
-        sent = stats.bytes_per_step[stats.stage]
+        # right after the freeze nothing was sent in the new stage yet
+        sent = stats.bytes_per_step[stats.stage] or stats.bytes_per_step[WARM_UP]
         logs["onebit_stage"] = float(stats.stage == COMPRESSION)
         logs["onebit_bytes"] = float(sent)
         logs["onebit_ratio"] = stats.uncompressed_bytes_per_step / sent if sent else 1.0
