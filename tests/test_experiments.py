@@ -25,13 +25,15 @@ from examples.experiments.variants import EXPERIMENTS  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 
+pytestmark = pytest.mark.timeout(300)  # seconds on a quiet machine, minutes where others train
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """The figures of every experiment by name, and what was printed."""
     out = tmp_path_factory.mktemp("experiments")
     command = [sys.executable, "-m", "examples.experiments", "all", "--quick", "--seeds", "1", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert all((out / f"{name}.png").stat().st_size > 1000 for name in EXPERIMENTS)
     return {name: json.loads((out / f"{name}.json").read_text()) for name in EXPERIMENTS}, done.stdout
@@ -50,7 +52,7 @@ def test_the_figures_have_every_variant_and_key(found: tuple[dict[str, Any], str
         for key in ("final_loss", "held_out_loss", "final_loss_minus_reference"):
             assert set(row[key]) == {"mean", "spread", "by_seed"}
             assert len(row[key]["by_seed"]) == of_one["seeds"]
-        assert (row["bytes_after_freeze"] > 0) == row["options"]["compressed"]
+        assert row["bytes_after_freeze"] > 0
         assert row["losses"][-1][0] == of_one["plan"]["num_steps"]
 
 
@@ -90,7 +92,7 @@ def test_a_training_that_diverged_is_reported_as_such(tmp_path: Path) -> None:
     of_one = figures(experiment, runs)
     json.dumps(of_one, allow_nan=False)
     assert of_one["variants"]["1-bit Adam"]["final_loss"] == {"mean": None, "spread": None, "by_seed": [1.0, None]}
-    assert "| 1-bit Adam | diverged | diverged |" in table(of_one)
+    assert "| 1-bit Adam | diverged (1 of 2) | diverged (1 of 2) |" in table(of_one)
     plot(of_one, experiment.shown, tmp_path / "plot.png")
 
 

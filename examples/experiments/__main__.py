@@ -53,7 +53,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("experiment", choices=(*EXPERIMENTS, "all"))
     parser.add_argument("--seeds", type=_positive, default=3, metavar="N", help="trainings of each variant")
     parser.add_argument("--quick", action="store_true", help="a few updates only: shows that it runs, not who wins")
-    parser.add_argument("--out", type=Path, default=Path("demo/experiments"), metavar="DIR", help="for plots and figures")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo/experiments"), metavar="DIR", help="for plots and figures"
+    )
     return parser.parse_args()
 
 

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from .training import Run, Variant
@@ -17,7 +17,7 @@ __all__ = ["figures", "plot", "table", "write_json"]
 Figures = dict[str, Any]
 
 _POINTS = 100  # of a curve in the JSON file
-_HIGHEST = 2.0  # times the best loss: what lies beyond is drawn at the plot's edge
+_HIGHEST = 6.0  # times the typical difference: what lies beyond is drawn at the plot's edge
 
 
 def figures(experiment: Experiment, runs: dict[str, list[Run]]) -> Figures:
@@ -78,7 +78,7 @@ def _curve(by_seed: list[list[float]]) -> list[list[float | None]]:
 def table(found: Figures) -> str:
     """The figures as a Markdown table."""
     lines = [
-        f"{found['title']}; {found['plan']['num_ranks']} ranks, {found['seeds']} seeds: mean ± standard deviation.",
+        f"{found['title']}; {found['plan']['num_ranks']} ranks, {_seeds(found)}: mean ± standard deviation.",
         "",
         f"| variant | training loss | minus {found['reference']} | held-out loss | dead | floored | bytes a step |",
         "|---|---|---|---|---|---|---|",
@@ -93,9 +93,14 @@ def table(found: Figures) -> str:
     return "\n".join(lines)
 
 
+def _seeds(found: Figures) -> str:
+    return "one seed" if found["seeds"] == 1 else f"{found['seeds']} seeds"
+
+
 def _shown(summary: dict[str, Any], sign: str = "") -> str:
     if summary["mean"] is None:
-        return "diverged"
+        diverged = sum(value is None for value in summary["by_seed"])
+        return f"diverged ({diverged} of {len(summary['by_seed'])})"
     digits = ".4f" if abs(summary["mean"]) < 100.0 else ".3g"
     return f"{summary['mean']:{sign}{digits}} ± {summary['spread']:{digits}}"
 
@@ -107,7 +112,7 @@ def write_json(found: Figures, path: Path) -> None:
 
 
 def plot(found: Figures, shown: tuple[str, ...], path: Path) -> None:
-    """Training loss over time of the variants `shown`, and the final losses of all, seed by seed."""
+    """Training loss over time of the variants `shown`, and the others' distances to the reference, seed by seed."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -116,8 +121,8 @@ def plot(found: Figures, shown: tuple[str, ...], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     _plot_curves(left, found, shown)
-    _plot_final(right, found)
-    figure.suptitle(f"{found['title']}, {found['plan']['num_ranks']} ranks, {found['seeds']} seeds")
+    _plot_apart(right, found)
+    figure.suptitle(f"{found['title']}, {found['plan']['num_ranks']} ranks, {_seeds(found)}")
     figure.savefig(path, dpi=90)
     plt.close(figure)
 
@@ -131,7 +136,6 @@ def _plot_curves(axes: Any, found: Figures, shown: tuple[str, ...]) -> None:
             linestyle="--" if colour == "black" else "-", linewidth=1.3,
         )  # fmt: skip
     axes.axvline(found["plan"]["freeze_step"], color="0.5", linestyle=":")
-    axes.set_ylim(0.95 * _best(found, "final_loss"), 1.05 * _start(found, shown))
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
@@ -140,25 +144,31 @@ def _plot_curves(axes: Any, found: Figures, shown: tuple[str, ...]) -> None:
     axes.legend(fontsize=8)
 
 
-def _plot_final(axes: Any, found: Figures) -> None:
-    limit = _HIGHEST * max(_best(found, "final_loss"), _best(found, "held_out_loss"))
-    names = list(found["variants"])
+def _plot_apart(axes: Any, found: Figures) -> None:
+    reference = found["variants"][found["reference"]]
+    names = [name for name in found["variants"] if name != found["reference"]]
+    apart = {
+        key: [_apart(found["variants"][name][key]["by_seed"], reference[key]["by_seed"]) for name in names]
+        for key in ("final_loss", "held_out_loss")
+    }
+    typical = median(abs(fmean(each)) for each in apart["final_loss"] if all(map(math.isfinite, each)))
+    limit = _HIGHEST * typical
     for key, colour, offset in (("final_loss", "#0072B2", -0.15), ("held_out_loss", "#D55E00", 0.15)):
-        for row, name in enumerate(names):
-            values = found["variants"][name][key]["by_seed"]
-            inside = [limit if value is None else min(value, limit) for value in values]
+        for row, values in enumerate(apart[key]):
+            inside = [max(-limit, min(value, limit)) for value in values]
             axes.plot(inside, [row + offset] * len(inside), "o", color=colour, markersize=4, alpha=0.7)
         axes.plot([], [], "o", color=colour, label={"final_loss": "training", "held_out_loss": "held out"}[key])
+    axes.axvline(0.0, color="0.5")
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("final loss, a point a seed (at the edge: higher, or diverged)")
+    axes.set_xlabel(f"loss minus {found['reference']}'s, a point a seed\n(right edge: beyond, or diverged)")
     axes.grid(axis="x", color="0.92")
     axes.legend(fontsize=8)
 
 
-def _best(found: Figures, key: str) -> float:
-    return float(min(row[key]["mean"] for row in found["variants"].values() if row[key]["mean"] is not None))
-
-
-def _start(found: Figures, shown: tuple[str, ...]) -> float:
-    return float(max(found["variants"][name]["losses"][0][1] or 0.0 for name in shown))
+def _apart(by_seed: list[float | None], reference: list[float | None]) -> list[float]:
+    """Differences seed by seed, infinite where one of the two is."""
+    return [
+        math.inf if mine is None or theirs is None else mine - theirs
+        for mine, theirs in zip(by_seed, reference, strict=True)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from .data import load_digits, load_text, shift_images
 
-__all__ = ["DigitsTask", "LanguageTask", "Task", "mean_loss"]
+__all__ = ["DeepDigitsTask", "DigitsTask", "LanguageTask", "Task", "mean_loss"]
 
 Batch = tuple[Tensor, Tensor]  # inputs and labels
 
@@ -78,7 +79,7 @@ _CONTEXT = 4
 
 
 class DigitsTask:
-    """MNIST digits, moved at random, and a small convolutional network of 21,274 parameters."""
+    """MNIST digits, moved at random, and a small convolutional network of 20,696 parameters."""
 
     def __init__(self, *, batch_size: int, most_shift: int) -> None:
         self._digits = load_digits()
@@ -102,6 +103,21 @@ class DigitsTask:
 
     def held_out(self) -> Batch:
         return self._digits.held_out
+
+
+class DeepDigitsTask(DigitsTask):
+    """MNIST digits, moved at random, and a fully connected network of six layers, 167,818 parameters.
+
+    Without normalisation or shortcuts its layers need learning rates that fit their norms, which is what LAMB is for.
+    """
+
+    def make_model(self) -> nn.Module:
+        sizes = (28 * 28, *_HIDDEN_SIZES)
+        hidden = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-1], 10))
+
+
+_HIDDEN_SIZES = (128,) * 5
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> float:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hvd_onebit.torch as onebit
-from hvd_onebit.stats import COMPRESSION, Stats
+from hvd_onebit.stats import Stats
 from hvd_onebit.transport.local import LocalTransport, run_ranks
 
 from .tasks import Task, mean_loss
@@ -103,10 +103,12 @@ def train(task: Task, plan: Plan, variant: Variant, seed: int) -> Run:
     torch.manual_seed(seed)
     model = task.make_model()
 
-    def work(transport: LocalTransport) -> tuple[nn.Module, list[float], Stats]:
+    def work(transport: LocalTransport) -> tuple[nn.Module, list[float], Stats, float]:
         return _train_rank(task, plan, variant, seed, copy.deepcopy(model), transport)
 
-    models, losses, stats = zip(*run_ranks(plan.num_ranks, work, timeout_seconds=_TIMEOUT_SECONDS), strict=True)
+    models, losses, stats, bytes_before = zip(
+        *run_ranks(plan.num_ranks, work, timeout_seconds=_TIMEOUT_SECONDS), strict=True
+    )
     with torch.no_grad():
         for p, *replicas in zip(model.parameters(), *(each.parameters() for each in models), strict=True):
             p.copy_(torch.stack(replicas).mean(dim=0))
@@ -117,18 +119,21 @@ def train(task: Task, plan: Plan, variant: Variant, seed: int) -> Run:
         held_out_loss=mean_loss(model, task.held_out()),
         dead_share=stats[0].dead_elements / compressed,
         floored_share=stats[0].floored_elements / compressed,
-        bytes_after_freeze=stats[0].bytes_sent[COMPRESSION] / steps_after_freeze,
+        bytes_after_freeze=(_bytes_sent(stats[0]) - bytes_before[0]) / steps_after_freeze,
     )
 
 
 def _train_rank(
     task: Task, plan: Plan, variant: Variant, seed: int, model: nn.Module, transport: LocalTransport
-) -> tuple[nn.Module, list[float], Stats]:
+) -> tuple[nn.Module, list[float], Stats, float]:
     optimizer = variant.make(model, plan, transport)
     losses = [math.nan] * plan.num_steps
+    bytes_before_freeze = 0.0
     source = task.batches(seed, transport.rank, transport.size)
     try:
         for step in range(plan.num_steps):
+            if step == plan.freeze_step:
+                bytes_before_freeze = _bytes_sent(optimizer.stats)
             for group in optimizer.param_groups:
                 group["lr"] = plan.lr * variant.lr_factor * plan.rate(step)
             inputs, labels = next(source)
@@ -139,4 +144,8 @@ def _train_rank(
             losses[step] = float(loss.detach())
     except onebit.OneBitError:  # on all ranks alike: too many steps in a row were not finite
         pass
-    return model, losses, optimizer.stats
+    return model, losses, optimizer.stats, bytes_before_freeze
+
+
+def _bytes_sent(stats: Stats) -> float:
+    return math.fsum(stats.bytes_sent.values())

@@ -10,7 +10,7 @@ import torch
 
 import hvd_onebit.torch as onebit
 
-from .tasks import DigitsTask, LanguageTask, Task
+from .tasks import DeepDigitsTask, DigitsTask, LanguageTask, Task
 from .training import Plan, Variant
 
 __all__ = ["EXPERIMENTS", "REFERENCE", "Experiment"]
@@ -42,7 +42,9 @@ class Experiment:
 
     def quick(self) -> Experiment:
         """The same, small and with a few updates: shows that it runs, not who wins."""
-        plan = replace(self.plan, num_steps=20, freeze_step=10, rising_steps=4, final_steps=4)
+        plan = replace(
+            self.plan, num_steps=20, freeze_step=10, lr=min(self.plan.lr, 0.01), rising_steps=4, final_steps=4
+        )
         return replace(self, plan=plan, make_task=self.make_small_task)
 
 
@@ -76,6 +78,7 @@ _LARGE_BATCH = {
     "LAMB": Variant(onebit.Lamb, compressed=False),
     "1-bit LAMB": Variant(onebit.OneBitLamb),
     "1-bit LAMB, frozen coefficient": Variant(onebit.OneBitLamb, {"factor_min": 1.0, "factor_max": 1.0}),
+    "Adam": Variant(torch.optim.Adam, compressed=False),
     REFERENCE: _one_bit(),
 }
 
@@ -84,7 +87,7 @@ EXPERIMENTS = {
         title="Words of the King James Bible, 1.1M parameters",
         make_task=lambda: LanguageTask(batch_size=192),
         make_small_task=lambda: LanguageTask(batch_size=32, num_features=8, num_hidden=32, num_classes=256),
-        plan=Plan(num_ranks=2, num_steps=240, freeze_step=60, lr=3e-3, rising_steps=20, last_rate=0.1),
+        plan=Plan(num_ranks=2, num_steps=240, freeze_step=60, lr=9e-3, rising_steps=20, last_rate=0.1),
         variants=_ADAMS,
         reference=REFERENCE,
         shown=("Adam", REFERENCE, 'space="update"', 'dead="hold"', "error_feedback=False", "0/1 Adam"),
@@ -99,10 +102,10 @@ EXPERIMENTS = {
         shown=("Adam", REFERENCE, 'space="update"', "error_feedback=False", "0/1 Adam", "SGD", "1-bit SGD"),
     ),
     "lamb": Experiment(
-        title="MNIST digits in batches of 1024",
-        make_task=lambda: DigitsTask(batch_size=512, most_shift=3),
-        make_small_task=lambda: DigitsTask(batch_size=32, most_shift=0),
-        plan=Plan(num_ranks=2, num_steps=120, freeze_step=30, lr=0.02, rising_steps=10, last_rate=0.1, final_steps=20),
+        title="MNIST digits in batches of 512",
+        make_task=lambda: DeepDigitsTask(batch_size=256, most_shift=3),
+        make_small_task=lambda: DeepDigitsTask(batch_size=32, most_shift=0),
+        plan=Plan(num_ranks=2, num_steps=150, freeze_step=40, lr=0.04, rising_steps=20, last_rate=0.1, final_steps=20),
         variants=_LARGE_BATCH,
         reference="LAMB",
         shown=tuple(_LARGE_BATCH),
