@@ -51,8 +51,9 @@ def check_fields(encoded: Sequence[bytes]) -> None:
         raise OneBitError(
             "the ranks disagree, so training was stopped on all of them before anything was mixed up:\n"
             + "\n".join(differences)
-            + "\nEvery rank must build the same model and optimizer, and restore the same checkpoint: restore on all "
-            "ranks, or on one and call broadcast_optimizer_state."
+            + "\nEvery rank must build the same model and optimizer, start from the same parameters, and restore the "
+            "same checkpoint: on all ranks, or on one followed by broadcast_optimizer_state. Gradients may be clipped "
+            "or changed only after synchronize(). End the process: collectives of this step are still under way."
         )
 
 

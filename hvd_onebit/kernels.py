@@ -367,7 +367,7 @@ class Kernels:
     def scales_finite(
         self, messages: Messages, num_elements: SupportsIndex, block: SupportsIndex = wire.DEFAULT_BLOCK
     ) -> bool:
-        """Whether all scales of all messages are finite, so that the step may be taken.
+        """Whether all scales of all messages, and their sums, are finite, so that the step may be taken.
 
         Args:
             messages: uint8, shape (n, wire.message_num_bytes(num_elements, block)), or n such messages.
@@ -380,7 +380,11 @@ class Kernels:
         """
         messages_ = _messages(messages, num_elements, block)
         num_bytes = 4 * wire.num_blocks(num_elements, block)
-        return all(np.isfinite(message[:num_bytes].view("<f4")).all() for message in messages_)
+        total = np.zeros(num_bytes // 4, np.float32)
+        with np.errstate(over="ignore"):
+            for message in messages_:
+                total += message[:num_bytes].view("<f4")
+        return bool(np.isfinite(total).all())
 
     def _apply(
         self,

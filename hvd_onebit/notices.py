@@ -11,10 +11,14 @@ __all__ = [
     "back_to_warm_up",
     "dropped_errors",
     "frozen",
+    "local_steps",
     "not_distributed",
     "nothing_to_compress",
     "one_rank",
+    "pattern_without_match",
+    "resumed",
     "skipped",
+    "skipped_locally",
     "started",
 ]
 
@@ -92,6 +96,8 @@ def dropped_errors(reason: str) -> None:
 
 def skipped(step: int, in_a_row: int) -> None:
     """Said at every skipped step."""
+    if in_a_row & (in_a_row - 1):
+        return  # 1, 2, 4, 8, ...: a run of them is told often enough
     log.warning("step %d skipped on all ranks: a gradient was NaN or infinite (%d in a row)", step, in_a_row)
 
 
@@ -103,3 +109,26 @@ def not_distributed(optimizer: str) -> None:
         optimizer,
         optimizer,
     )
+
+
+def skipped_locally(step: int, rank: int, in_a_row: int) -> None:
+    """Said by a rank of 0/1 Adam that leaves its own gradient out."""
+    if in_a_row & (in_a_row - 1):
+        return
+    log.warning("step %d: rank %d left out its gradient, which was NaN or infinite (%d in a row)", step, rank, in_a_row)
+
+
+def resumed(step: int, frozen_step: int) -> None:
+    """Said when training goes on from a compressed state."""
+    log.info("resumed at step %d in the compression stage (variance frozen at step %d)", step, frozen_step)
+
+
+def local_steps(var_freeze_step: int | str) -> None:
+    """Said once by 0/1 Adam, which has no warm-up."""
+    log.info("0/1 Adam: compressed from the first step on; its variance is updated until step %s", var_freeze_step)
+
+
+def pattern_without_match(pattern: str, nearest: str | None) -> None:
+    """Said once for an entry of full_precision that keeps nothing."""
+    hint = f"; did you mean {nearest!r}?" if nearest else ""
+    log.warning("full_precision: no parameter matches %r, so it keeps nothing in full precision%s", pattern, hint)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["AUTO", "CompressionOptions", "is_full_precision", "options_from"]
+__all__ = ["AUTO", "CompressionOptions", "is_full_precision", "options_from", "patterns_without_match"]
 
 AUTO = "auto"
 
@@ -36,7 +36,7 @@ class CompressionOptions:
         space: "momentum" sends the momentum, as the papers do; "update" sends it divided by the root of the frozen
             variance, so that all coordinates have comparable magnitude (Adam only).
         dead: "floor" lifts the frozen variance to `variance_floor` times its tensor's mean; "hold" keeps coordinates
-            whose variance is zero exactly where they are.
+            whose variance is zero exactly where they are, and lifts the others.
         variance_floor: the floor's height, relative to the mean of the tensor's variance; 0 for none.
         error_feedback: False drops the compression error at every step: for experiments only, it converges worse.
         full_precision: names (or shell patterns such as "*.bias") of parameters that are never compressed.
@@ -83,12 +83,19 @@ class CompressionOptions:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
         if self.freeze_step != AUTO:
             _check_int("freeze_step", self.freeze_step, 0, '(or "auto")')
+            if self.freeze_latest_step is not None:
+                raise ValueError(
+                    'freeze_latest_step goes with freeze_step="auto"; a number freezes at that step anyway'
+                )
         if self.block != "tensor":
             _check_int("block", self.block, 1, '(or "tensor")')
         if self.freeze_latest_step is not None:
             _check_int("freeze_latest_step", self.freeze_latest_step, 1)
         for name, least in (("min_elements", 0), ("bucket_elements", 1), ("max_skipped_steps", 1), ("check_every", 0)):
             _check_int(name, getattr(self, name), least)
+        for name in ("variance_floor", "freeze_threshold"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
+                raise TypeError(f"{name} must be a number, not {getattr(self, name)!r}")
         if not 0.0 <= self.variance_floor < 1.0:
             raise ValueError(
                 f"variance_floor is a fraction of the mean variance in [0, 1), not {self.variance_floor!r}"
@@ -128,6 +135,12 @@ def options_from(given: Mapping[str, Any]) -> CompressionOptions:
             hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
             raise TypeError(f"unknown option {name!r}; {hint}")
     return CompressionOptions(**given)
+
+
+def patterns_without_match(names: Sequence[str], options: CompressionOptions) -> list[tuple[str, str | None]]:
+    """Entries of full_precision that no parameter matches, each with the nearest name."""
+    unmatched = [pattern for pattern in options.full_precision if not fnmatch.filter(names, pattern)]
+    return [(pattern, next(iter(difflib.get_close_matches(pattern, names, n=1)), None)) for pattern in unmatched]
 
 
 def is_full_precision(name: str, num_elements: int, options: CompressionOptions) -> bool:

@@ -97,12 +97,17 @@ def frozen_variance(
 ) -> tuple[npt.NDArray[np.float32], int, int]:
     """A tensor's variance as it's frozen, its dead (zero) coordinates, and how many the floor has lifted."""
     dead = int(variance.size - np.count_nonzero(variance))
-    if options.dead != "floor" or not variance.size:
-        return variance.copy(), dead, 0
+    if not variance.size:
+        return variance.copy(), 0, 0
     threshold = np.float32(options.variance_floor * float(variance.mean(dtype=np.float64)))
     # into an array: of one without dimensions NumPy would make a scalar
     frozen = np.maximum(variance, threshold, out=np.empty_like(variance))
-    return frozen, dead, int((variance < threshold).sum())
+    lifted = int((variance < threshold).sum())
+    if options.dead == "hold":
+        # zero is what marks a held coordinate
+        np.copyto(frozen, 0.0, where=variance == 0)
+        lifted -= dead
+    return frozen, dead, lifted
 
 
 def must_thaw(table: Table, *, step: int, size: int, options: CompressionOptions) -> bool:

@@ -49,9 +49,15 @@ def test_bad_options_are_refused_with_the_reason(given: dict[str, Any], error: t
 
 def test_good_options_are_kept() -> None:
     options = options_from(
-        {"freeze_step": 3, "block": "tensor", "full_precision": ["*.bias"], "freeze_latest_step": 9, "check_every": 0}
+        {
+            "freeze_step": "auto",
+            "block": "tensor",
+            "full_precision": ["*.bias"],
+            "freeze_latest_step": 9,
+            "check_every": 0,
+        }
     )
-    assert (options.freeze_step, options.block, options.full_precision) == (3, "tensor", ("*.bias",))
+    assert (options.freeze_step, options.block, options.full_precision) == ("auto", "tensor", ("*.bias",))
     assert options_from({}) == CompressionOptions()
 
 

@@ -154,8 +154,10 @@ class DeviceCodec:
         values.copy_(total if live is None else torch.where(live != 0, total, 0.0))
 
     def scales_finite(self, messages: Sequence[Tensor], *, num_elements: int, block: int) -> bool:
-        scales = [self._scales(message, num_elements, block) for message in messages]
-        return bool(torch.isfinite(torch.cat(scales)).all()) if scales else True
+        total = torch.zeros(num_blocks(num_elements, block), device=self._device)
+        for message in messages:
+            total += self._scales(message, num_elements, block)
+        return bool(torch.isfinite(total).all())
 
     def restore(self, error: Tensor, sent: Tensor, given: Tensor, live: Tensor | None) -> None:
         known = torch.isfinite(sent) if live is None else torch.isfinite(sent) & (live != 0)

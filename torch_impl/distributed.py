@@ -8,7 +8,7 @@ optimizer class. We do the same and replace `_allreduce_grad_async`, where every
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from hvd_onebit.stats import WARM_UP, Stats, ring_allreduce_bytes
 from hvd_onebit.torch.engine import FORMAT_VERSION, CompressionEngine, Engine
 from hvd_onebit.torch.local_steps import LocalStepsEngine, LocalStepsRule
 from hvd_onebit.torch.optimizers import Lamb, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
-from hvd_onebit.torch.rules import AdamRule, LambRule, SgdRule
+from hvd_onebit.torch.rules import FROZEN_STEP, NOT_FROZEN, AdamRule, LambRule, SgdRule
 from hvd_onebit.torch.transport import HorovodTransport, HostTransport
 from hvd_onebit.transport import Transport
 
@@ -113,9 +113,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     options_given = _options_of(optimizer, options)
     _check_optimizer(optimizer, options_given)
     if grad_scaler is not None and isinstance(optimizer, ZeroOneAdam):
-        raise ValueError(
-            "0/1 Adam's ranks step by themselves, and a scaler would skip one of them alone: use bfloat16"
-        )
+        raise ValueError("0/1 Adam's ranks step by themselves, and a scaler would skip one of them alone: use bfloat16")
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step!r}")
     if transport is None:
@@ -151,6 +149,14 @@ def _options_of(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> Comp
 def _check_optimizer(optimizer: Any, options: CompressionOptions) -> None:
     if hasattr(type(optimizer), "_onebit_base"):
         raise TypeError("this optimizer is distributed already: wrap it once, with one DistributedOptimizer")
+    if isinstance(optimizer, type):
+        raise TypeError(
+            f"DistributedOptimizer takes an optimizer, not the class: {optimizer.__name__}(model.parameters())"
+        )
+    if hasattr(type(optimizer), "_allreduce_grad_async"):
+        raise TypeError(
+            "this optimizer is wrapped by Horovod's DistributedOptimizer already: replace that, do not add to it"
+        )
     if type(optimizer) not in _RULES:
         names = ", ".join(cls.__name__ for cls in _RULES)
         raise TypeError(
@@ -162,14 +168,8 @@ def _check_optimizer(optimizer: Any, options: CompressionOptions) -> None:
         raise ValueError("freeze_step=0 leaves no variance to freeze: it must be at least 1")
     if options.space == "update" and rule is not AdamRule:
         raise ValueError(f'space="update" is for 1-bit Adam, not for {type(optimizer).__name__}')
-    for group in optimizer.param_groups if issubclass(rule, SgdRule) else []:
-        if not group["momentum"]:
-            raise ValueError("SGD without momentum has nothing to compress with error feedback: set momentum, e.g. 0.9")
-        if group["nesterov"]:
-            raise ValueError("nesterov=True needs the averaged gradient, which is not sent: use plain momentum")
     for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise ValueError("differentiable=True cannot be served: the compressed update is not differentiable")
+        rule(options).check_group(group)
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.is_complex():
             raise TypeError("complex parameters cannot be compressed: train their real view (torch.view_as_real)")
@@ -389,12 +389,14 @@ class _OneBitMethods:
         if self._groups is not None and engine.stage != WARM_UP:  # type: ignore[has-type]
             self._groups = None
         for p in engine.parameters():
-            if engine.is_compressed(p) or not p.requires_grad:
-                self._requires_update.discard(p)  # type: ignore[attr-defined]
+            if engine.is_compressed(p):
                 self._handles.pop(p, None)  # type: ignore[attr-defined]
                 self._allreduce_delay[p] = self.backward_passes_per_step  # type: ignore[attr-defined]
-            else:
+            if p.requires_grad and not engine.is_compressed(p):
                 self._requires_update.add(p)  # type: ignore[attr-defined]
+            else:
+                # what is on its way already is still waited for
+                self._requires_update.discard(p)  # type: ignore[attr-defined]
             if p.requires_grad:
                 self._hook_late(p)
 
@@ -444,7 +446,7 @@ class _OneBitMethods:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plain_step = super(self.__class__, self).step  # type: ignore[misc]
+        plain_step = self._plain_step
         if self._onebit is None:
             plain_step()
             return loss
@@ -458,6 +460,18 @@ class _OneBitMethods:
         self._synchronized = False
         self._onebit.apply(plain_step)
         return loss
+
+    def _plain_step(self) -> None:
+        """The optimizer's own step, without the user's step hooks: they run around ours."""
+        hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        kept = {name: getattr(self, name) for name in hooks}
+        for name in hooks:
+            setattr(self, name, OrderedDict())
+        try:
+            super(self.__class__, self).step()  # type: ignore[misc]
+        finally:
+            for name, hook in kept.items():
+                setattr(self, name, hook)
 
     def _check_scaling(self) -> None:
         if self._settings.grad_scaler is not None and self._settings.grad_scaler.is_enabled():
@@ -478,6 +492,8 @@ class _OneBitMethods:
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters warm up in full precision for as many updates as the others had."""
+        if self._onebit is not None:
+            self._onebit.check_group({**self.defaults, **param_group})
         super(self.__class__, self).add_param_group(param_group)  # type: ignore[misc]
         if self._onebit is None:
             return
@@ -507,7 +523,8 @@ class _OneBitMethods:
         Raises:
             ValueError: the checkpoint does not fit or is damaged; the optimizer is as it was.
         """
-        saved = _check_checkpoint(state_dict, self)  # type: ignore[arg-type]
+        rule = _RULES[self._onebit_base][1](self._settings.options)  # type: ignore[attr-defined]
+        saved = _check_checkpoint(state_dict, self, rule)  # type: ignore[arg-type]
         super(self.__class__, self).load_state_dict(state_dict)  # type: ignore[misc]
         self._synchronized = False
         self._should_synchronize = True
@@ -538,8 +555,9 @@ class _OneBitMethods:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         settings = self._settings
-        shared = {id(each): each for each in (settings.process_set, settings.transport) if each is not None}
-        return _rebuild(*copy.deepcopy(self._recipe(settings), {**memo, **shared}))
+        # in the caller's memo, so that a model copied beside the optimizer is the one that the copy trains
+        memo.update({id(each): each for each in (settings.process_set, settings.transport) if each is not None})
+        return _rebuild(*copy.deepcopy(self._recipe(settings), memo))
 
     def _recipe(self, settings: _Settings) -> tuple[Any, ...]:
         return self._onebit_base, self.param_groups, self.defaults, settings, self.state_dict()  # type: ignore[attr-defined]
@@ -578,7 +596,7 @@ def _next_name(process_set: Any) -> str:
     return f"onebit.{key}.{_instances[key]}"
 
 
-def _check_checkpoint(state_dict: Any, optimizer: torch.optim.Optimizer) -> list[dict[str, Any] | None]:
+def _check_checkpoint(state_dict: Any, optimizer: torch.optim.Optimizer, rule: AdamRule) -> list[dict[str, Any] | None]:
     """The saved state of each parameter in order; raises ValueError for what does not fit, before anything changes."""
     for key in ("state", "param_groups"):
         if not isinstance(state_dict, dict) or key not in state_dict:
@@ -592,15 +610,16 @@ def _check_checkpoint(state_dict: Any, optimizer: torch.optim.Optimizer) -> list
         for p, index in zip(group["params"], saved_group["params"], strict=True):
             state = state_dict["state"].get(index)
             if state:
-                _check_state(state, p, len(saved), optimizer.state.get(p, {}))
+                is_frozen = state.get(FROZEN_STEP, NOT_FROZEN) != NOT_FROZEN
+                _check_state(state, p, len(saved), rule.frozen_keys(group) if is_frozen else rule.plain_keys)
             saved.append(state)
-    _check_extra(state_dict.get("onebit"))
+    _check_extra(state_dict.get("onebit"), rule)
     return saved
 
 
-def _check_state(saved: dict[str, Any], p: Tensor, index: int, own: dict[str, Any]) -> None:
-    for name in ("step", "exp_avg", "exp_avg_sq"):
-        if name in own and name not in saved:
+def _check_state(saved: dict[str, Any], p: Tensor, index: int, required: Sequence[str]) -> None:
+    for name in required:
+        if name not in saved:
             raise ValueError(
                 f"the checkpoint has no {name} of parameter {index}: it is damaged, or another optimizer's"
             )
@@ -616,7 +635,7 @@ def _check_state(saved: dict[str, Any], p: Tensor, index: int, own: dict[str, An
             raise ValueError(f"the checkpoint's {name} of parameter {index} holds NaN or infinity: take an earlier one")
 
 
-def _check_extra(extra: Any) -> None:
+def _check_extra(extra: Any, rule: AdamRule) -> None:
     """Checks what `CompressionEngine.state` adds to a checkpoint; None in a plain optimizer's."""
     if extra is None:
         return
@@ -627,9 +646,11 @@ def _check_extra(extra: Any) -> None:
             f"the checkpoint has format version {extra['version']}, this hvd_onebit reads up to {FORMAT_VERSION}: "
             "upgrade it"
         )
-    missing = [key for key in ("rank", "size", "shared", "errors") if key not in extra]
+    missing = [key for key in ("rule", "rank", "size", "shared", "errors") if key not in extra]
     if missing:
         raise ValueError(f"the checkpoint's 'onebit' has no {', '.join(missing)}: it is damaged")
+    if extra["rule"] != type(rule).__name__:
+        raise ValueError(f"the checkpoint is of another kind of optimizer: {extra['rule']}, not {type(rule).__name__}")
     for bucket, each in extra["errors"].items():
         for name in ("parameters", "sizes", "worker_error", "server_error"):
             if name not in each:

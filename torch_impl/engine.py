@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from hvd_onebit import notices
 from hvd_onebit.agreement import Agreement, digest
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.layout import make_buckets
-from hvd_onebit.options import CompressionOptions, is_full_precision
+from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
 from hvd_onebit.rules import bias_correction
 from hvd_onebit.schedule import FreezeSchedule
 from hvd_onebit.stage import frozen_variance
@@ -103,6 +104,10 @@ class Engine:
         """All parameters, in registration order."""
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
+    def check_group(self, group: Group) -> None:
+        """Raises ValueError for a parameter group that cannot be served."""
+        self._rule.check_group(group)
+
     def initialise_state(self) -> None:
         """Creates the optimizer's state now: Horovod's broadcast_optimizer_state would run a step to create it."""
         for group in self._optimizer.param_groups:
@@ -187,16 +192,23 @@ class Engine:
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Gives up a step between `finish` and `apply`: parameters, momentum and counters stay as they are."""
+        """Gives up a step between `finish` and `apply`: parameters, momentum and step count stay as they are."""
+        was_finite, in_a_row = self._finite, self.stats.skipped_in_a_row
         self._finite = False
         self._forget_step()
-        self._end_step(self.stage)
+        if was_finite:  # the user's choice, not a fault of the gradients
+            self.stats.end_step(self.stage, skipped=True)
+            self.stats.skipped_in_a_row = in_a_row
+        else:
+            self._end_step(self.stage)
 
     def _prepare(self) -> None:
         """What a step needs before anything is sent."""
         self._errors_are_shared = False
         if any(p.requires_grad and FROZEN_STEP not in self._states()[p] for p in self.parameters()):
             self.initialise_state()
+        # the groups hold the schedule: another rank's broadcast may have replaced it
+        self._load_schedule(self._optimizer.param_groups[0][SCHEDULE])
         self._tell_once()
         self._build_buckets()
 
@@ -317,7 +329,6 @@ class Engine:
             for key in set(self._buckets) - set(wanted):
                 del self._buckets[key]
             self._adopt(self._new_buckets(wanted))
-            self._load_schedule(self._optimizer.param_groups[0][SCHEDULE])
             self._count_elements()
 
     def _count_elements(self) -> None:
@@ -338,12 +349,20 @@ class Engine:
         self._count_elements()
         if self._transport.rank != 0:
             return
+        for pattern, nearest in patterns_without_match(list(self.names.values()), self.options):
+            notices.pattern_without_match(pattern, nearest)
         if self._transport.size == 1:
             notices.one_rank()
         elif not self._compressible():
             notices.nothing_to_compress("every parameter is kept in full precision by full_precision or min_elements")
-        elif self.stage == WARM_UP:
+        else:
+            self._tell_stage()
+
+    def _tell_stage(self) -> None:
+        if self.stage == WARM_UP:
             notices.started(self.options.freeze_step, self._rule.memory(self._optimizer.param_groups[0]))
+        elif self.step > self._first_frozen_step():
+            notices.resumed(self.step, self._first_frozen_step())
 
     def _static_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {f"option {name}": value for name, value in self.options.as_fields().items()}
@@ -362,6 +381,9 @@ class Engine:
             for name in self._rule.hyperparameters:
                 value = group[name]
                 fields[f"{name} of group {i}"] = [float(v) for v in value] if name == "betas" else float(value)
+            for name in self._rule.switches:
+                fields[f"{name} of group {i}"] = bool(group.get(name, name == "bias_correction"))
+        fields["parameters that are trained"] = "".join("01"[p.requires_grad] for p in self.parameters())
         return {**fields, **self._checksums}
 
     def _fields(self) -> dict[str, Any]:
@@ -380,11 +402,19 @@ class Engine:
     def _take_checksum(self) -> None:
         self._set_checksums({})
         every = self.options.check_every
-        if every and self._buckets and (self.step + 1) % every == 0:
+        if not every or (self.step + 1) % every:
+            return
+        sample = 0
+        for p in self.parameters():
+            momentum = self._states()[p].get(self._rule.momentum_key)
+            if momentum is not None and not self.is_compressed(p):
+                sample = zlib.crc32(_first_bytes(momentum), sample)
+        self._set_checksums({"checksum of the momentum": sample})
+        if self._buckets:
             checksum = 0
             for bucket in self._all_buckets():
                 checksum = zlib.crc32(bucket.exchange.checksum_bytes(), checksum)
-            self._set_checksums({"checksum of the averaged momentum": checksum})
+            self._set_checksums({**self._checksums, "checksum of the averaged momentum": checksum})
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -393,6 +423,7 @@ class Engine:
         self._build_buckets()
         return {
             "version": FORMAT_VERSION,
+            "rule": type(self._rule).__name__,
             "rank": self._transport.rank,
             "size": self._transport.size,
             "shared": self._errors_are_shared,
@@ -503,6 +534,7 @@ class CompressionEngine(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._gradients_written = False
+        self._samples: list[float] = []
         self._started: set[CompressedBucket] = set()  # looked up only, never iterated
         self._arrived: set[Tensor] = set()
         super().__init__(*args, **kwargs)
@@ -552,6 +584,30 @@ class CompressionEngine(Engine):
 
     @torch.no_grad()
     def write_gradients(self) -> None:
+        self._write_gradients()
+        self._samples = self._gradient_samples()
+
+    def _gradient_samples(self) -> list[float]:
+        """A few of the gradients as they were written, to see what was done to them."""
+        buckets = self._all_buckets()[:4]
+        return [
+            float(p.grad.reshape(-1)[0]) for b in buckets for p in b.parameters[:4] if p.grad is not None and p.numel()
+        ]
+
+    def _check_unscaled(self) -> None:
+        """Raises when the gradients were divided by a power of two: a GradScaler that we do not know of did that."""
+        if not self._gradients_written or self._loss_scale() != 1.0:
+            return
+        now = self._gradient_samples()
+        factors = {a / b for a, b in zip(now, self._samples, strict=False) if b}
+        if len(factors) == 1 and 0.0 < (factor := factors.pop()) < 1.0 and math.frexp(factor)[0] == 0.5:
+            raise OneBitError(
+                f"gradients were multiplied by {factor:g} between synchronize() and step(): a GradScaler, it seems. "
+                "Pass it as DistributedOptimizer(..., grad_scaler=scaler), so that gradients are unscaled before they enter "
+                "the momentum"
+            )
+
+    def _write_gradients(self) -> None:
         for bucket in self._all_buckets():
             if self._finite:
                 self._decode(bucket)
@@ -569,6 +625,7 @@ class CompressionEngine(Engine):
     def apply(self, full_precision_step: Callable[[], None]) -> None:
         stage = COMPRESSION if self._buckets else WARM_UP
         if self._finite:
+            self._check_unscaled()
             self._step_uncompressed(full_precision_step)
             for bucket in self._all_buckets():
                 self._update(bucket)
@@ -684,6 +741,11 @@ def floor_variance(variance: Tensor, options: CompressionOptions, stats: Stats) 
 def mean_of(variance: Tensor) -> float:
     """The mean in float64, summed in one order whatever the number of threads, so that ranks agree to the bit."""
     return float(variance.detach().cpu().numpy().mean(dtype="float64"))
+
+
+def _first_bytes(tensor: Tensor) -> bytes:
+    """Enough of a tensor to see that replicas have parted, little enough to cost nothing."""
+    return tensor.detach().reshape(-1)[:4096].float().cpu().numpy().tobytes()
 
 
 def all_finite(gradients: Sequence[Tensor | None]) -> bool:

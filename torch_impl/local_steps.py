@@ -14,18 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_onebit import notices
+from hvd_onebit.errors import OneBitError
 from hvd_onebit.rules import AdamStep, adam_step, denominator
 from hvd_onebit.schedule import SyncSchedule, VarianceSchedule
 from hvd_onebit.stats import COMPRESSION, ring_allreduce_bytes
 from hvd_onebit.torch.engine import SCHEDULE, Engine, all_finite, mean_of
-from hvd_onebit.torch.rules import FROZEN_STEP, NOT_FROZEN, VARIANCE_STEPS, AdamRule, CompressedBucket
+from hvd_onebit.torch.rules import FROZEN_STEP, NOT_FROZEN, VARIANCE_STEPS, AdamRule, square_root
 
 __all__ = ["LocalStepsEngine", "LocalStepsRule"]
 
 ANCHOR = "onebit_anchor"  # the parameter as it was after the last synchronisation: the same on all ranks
 ACCUMULATED = "onebit_accumulated"  # u, the sum of lr*momentum since then: this rank's own
 FLOOR = "onebit_floor"  # the least variance that is used, of this tensor
-RATE_SUMS = "rate_sums"  # in the schedule: the sum of lr since the last synchronisation, by group
+RATE_SUMS = "rate_sums"  # in the schedule: the sum of lr since the last synchronisation, by bucket
+_STUCK = "gradients were NaN or infinite for {} steps in a row"
 
 
 class LocalStepsRule(AdamRule):
@@ -52,6 +55,7 @@ class LocalStepsEngine(Engine):
         self._variance_schedule = VarianceSchedule(group["var_update_scaler"])
         self._sync_schedule = SyncSchedule(group["local_step_clipper"], group["local_step_scaler"])
         self._rate_sums: dict[str, float] = {}
+        self._skipped_locally = 0  # in a row
         self._variance_is_live = True
         self._accumulated: dict[str, Tensor] = {}
         super().__init__(optimizer, *args, **kwargs)
@@ -60,8 +64,11 @@ class LocalStepsEngine(Engine):
         super().initialise_state()
         if self._transport.size > 1:
             for _, p in self._compressible():
-                if self._states()[p][FROZEN_STEP] == NOT_FROZEN:
-                    self._states()[p][FROZEN_STEP] = self.step
+                state = self._states()[p]
+                if state[FROZEN_STEP] == NOT_FROZEN:
+                    state[FROZEN_STEP] = self.step
+                    if not state[VARIANCE_STEPS]:
+                        state[VARIANCE_STEPS] = int(state["step"])  # plain Adam has updated it in every step
 
     def _schedule_state(self) -> dict[str, Any]:
         return {
@@ -82,6 +89,11 @@ class LocalStepsEngine(Engine):
     def _thaw_if_early(self) -> None:
         if self._transport.size == 1:
             super()._thaw_if_early()
+            self._rate_sums = {}
+            for p in self.parameters():
+                if ACCUMULATED in self._states()[p]:
+                    self._states()[p][ACCUMULATED].zero_()
+            self._optimizer.param_groups[0][SCHEDULE] = self._schedule_state()
 
     @torch.no_grad()
     def _adopt(self, new: Any) -> None:
@@ -91,9 +103,6 @@ class LocalStepsEngine(Engine):
                 flat = torch.zeros_like(bucket.values)
                 for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
                     state = self._states()[p]
-                    if state["step"] == 0:
-                        # parameters may have been broadcast since the state was made
-                        state[ANCHOR].copy_(p)
                     view.copy_(state[ACCUMULATED])
                     state[ACCUMULATED] = view
                 self._accumulated[bucket.bucket.name] = flat
@@ -114,6 +123,12 @@ class LocalStepsEngine(Engine):
     def begin(self) -> None:
         self._prepare()
 
+    def _tell_stage(self) -> None:
+        if self.step == 0:
+            notices.local_steps(self.options.freeze_step)
+        else:
+            notices.resumed(self.step, self._first_frozen_step())
+
     def finish(self) -> None:
         self._finite = self._full_precision_finite()
 
@@ -129,6 +144,8 @@ class LocalStepsEngine(Engine):
         if variance_due or sync_due:
             self._start_agreement()
             self._finish_agreement()
+            if self._is_stuck:
+                raise OneBitError(_STUCK.format(self.options.max_skipped_steps))
         self._set_checksums({})
         for bucket in self._all_buckets():
             bucket.gather(self._gradient_scale)  # unscaled by now, if there is a scaler
@@ -143,6 +160,15 @@ class LocalStepsEngine(Engine):
                 self._freeze_when_due(step, lr)
             self._optimizer.param_groups[0][SCHEDULE] = self._schedule_state()
         self._end_step(COMPRESSION if self._buckets else "warm-up")
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._skipped_locally >= self.options.max_skipped_steps
+
+    def _dynamic_fields(self) -> dict[str, Any]:
+        # a rank that could not use its gradients for long stops all of them at the next round
+        stuck = {_STUCK.format(self.options.max_skipped_steps): True} if self._is_stuck else {}
+        return {**super()._dynamic_fields(), **stuck}
 
     def _update_variance(self) -> bool:
         """Collective: one full-precision round for v; False when a rank's gradient was not finite."""
@@ -161,8 +187,7 @@ class LocalStepsEngine(Engine):
                 variance = state["exp_avg_sq"]
                 variance.mul_(beta2).add_(gradient.square() * (1.0 - beta2))
                 state[VARIANCE_STEPS] += 1
-                if self.options.dead == "floor":
-                    state[FLOOR] = self.options.variance_floor * mean_of(variance)
+                state[FLOOR] = self.options.variance_floor * mean_of(variance)
             self._mark_live(bucket)
         self._variance_schedule.update(self.step + 1)
         self.stats.variance_updates += 1
@@ -170,27 +195,32 @@ class LocalStepsEngine(Engine):
 
     def _step_locally(self, step: int) -> None:
         """Every rank's own step; a rank whose gradient is not finite adds nothing to its momentum this once."""
-        for key in sorted(self._buckets):
-            group = self._optimizer.param_groups[key[0]]
+        buckets = self._all_buckets()
+        finite = not self.options.skip_nonfinite or all_finite([bucket.values for bucket in buckets])
+        for bucket in buckets:
+            name, group = bucket.bucket.name, bucket.group
             beta1 = group["betas"][0]
-            buckets = self._buckets[key]
-            finite = not self.options.skip_nonfinite or all_finite([bucket.values for bucket in buckets])
+            starts = not self._rate_sums.get(name)  # all ranks are equal here, and whatever the user has set counts
+            moments, sums = bucket.views(bucket.momentum), bucket.views(self._accumulated[name])
             rate = 0.0
-            for bucket in buckets:
-                moments, sums = bucket.views(bucket.momentum), bucket.views(self._accumulated[bucket.bucket.name])
-                for i, (p, gradient) in enumerate(zip(bucket.parameters, bucket.views(bucket.values), strict=True)):
-                    state = self._states()[p]
-                    state["step"] += 1
-                    numbers = self._numbers(group, state)
-                    rate = numbers.step_size
-                    if finite:
-                        moments[i].mul_(beta1).add_(gradient * (1.0 - beta1))
-                    sums[i].add_(moments[i] * rate)
-                    if numbers.decay != 1.0:
-                        state[ANCHOR].mul_(numbers.decay)
-                    self._move(p, moments[i] * rate, p.float() * numbers.decay, state, numbers)
-            self._rate_sums[str(key[0])] = self._rate_sums.get(str(key[0]), 0.0) + rate
-            self.stats.steps_skipped += not finite
+            for i, (p, gradient) in enumerate(zip(bucket.parameters, bucket.views(bucket.values), strict=True)):
+                state = self._states()[p]
+                if starts:
+                    state[ANCHOR].copy_(p)
+                state["step"] += 1
+                numbers = self._numbers(group, state)
+                rate = numbers.step_size
+                if finite:
+                    moments[i].mul_(beta1).add_(gradient * (1.0 - beta1))
+                sums[i].add_(moments[i] * rate)
+                if numbers.decay != 1.0:
+                    state[ANCHOR].mul_(numbers.decay)
+                self._move(p, moments[i] * rate, p.float() * numbers.decay, state, numbers)
+            self._rate_sums[name] = self._rate_sums.get(name, 0.0) + rate
+        self._skipped_locally = 0 if finite else self._skipped_locally + 1
+        if not finite:
+            self.stats.steps_skipped += 1
+            notices.skipped_locally(step, self._transport.rank, self._skipped_locally)
 
     def _synchronise(self, step: int) -> None:
         """Collective: averages what the ranks have done since the last time; all are equal again, bit for bit."""
@@ -207,7 +237,7 @@ class LocalStepsEngine(Engine):
         for bucket in buckets:
             bucket.exchange.average(bucket.values)
             self._accumulated[bucket.bucket.name].zero_()
-            rate_sum = self._rate_sums[self._group_index(bucket)]
+            rate_sum = self._rate_sums[bucket.bucket.name]
             for i, (p, u) in enumerate(zip(bucket.parameters, bucket.views(bucket.values), strict=True)):
                 state = self._states()[p]
                 self._move(p, u, state[ANCHOR], state, self._numbers(bucket.group, state))
@@ -218,9 +248,6 @@ class LocalStepsEngine(Engine):
         self._take_checksum()
         self._in_flight.commit()
         self.stats.rounds += 1
-
-    def _group_index(self, bucket: CompressedBucket) -> str:
-        return next(str(i) for i, group in enumerate(self._optimizer.param_groups) if group is bucket.group)
 
     def _numbers(self, group: dict[str, Any], state: dict[str, Any]) -> AdamStep:
         return adam_step(
@@ -239,7 +266,7 @@ class LocalStepsEngine(Engine):
             return
         variance = state["exp_avg_sq"]
         used = variance.clamp(min=state[FLOOR]) if state[FLOOR] else variance
-        moved = start - distance / denominator(used, numbers, torch.sqrt)
+        moved = start - distance / denominator(used, numbers, square_root)
         p.copy_(torch.where(variance == 0, p.float(), moved) if self.options.dead == "hold" else moved)
 
     def _freeze_when_due(self, step: int, lr: float) -> None:

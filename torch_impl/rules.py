@@ -45,6 +45,7 @@ __all__ = [
     "is_plain",
     "norm",
     "numbers_of",
+    "square_root",
 ]
 
 # kept in the optimizer's own per-parameter state, so that whatever copies that state carries the stage with it
@@ -113,6 +114,8 @@ class AdamRule:
 
     momentum_key = "exp_avg"
     hyperparameters: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay")
+    switches: tuple[str, ...] = ("maximize", "amsgrad", "bias_correction", "decoupled_weight_decay")
+    plain_keys: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")  # what the plain optimizer's checkpoint must hold
     counts_own_steps = True  # the optimizer's own step() keeps state["step"]
 
     def __init__(self, options: CompressionOptions) -> None:
@@ -138,13 +141,22 @@ class AdamRule:
             state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return state
 
+    def check_group(self, group: Group) -> None:
+        """Raises ValueError for a parameter group that cannot be served."""
+        if group.get("differentiable"):
+            raise ValueError("differentiable=True cannot be served: the compressed update is not differentiable")
+
+    def frozen_keys(self, group: Group) -> tuple[str, ...]:
+        """The state's names that a compressed parameter's checkpoint must hold."""
+        return (*self.plain_keys, VARIANCE_STEPS, WARM_SINCE)
+
     def freeze(self, ready: Sequence[tuple[Group, Tensor]], states: Any) -> None:
         """Called once the variances of `ready` are frozen."""
 
     def thaw(self, group: Group, state: State) -> None:
         """Makes a frozen state a live one again, so that the optimizer's own step can go on with it."""
         name = self.variance_key(group)
-        if name is None or not group.get("bias_correction", True):
+        if name is None or not group.get("bias_correction", True) or not state[VARIANCE_STEPS]:
             return
         state[name] = state[name] * thaw_ratio(group["betas"][1], int(state["step"]), state[VARIANCE_STEPS])
 
@@ -197,7 +209,7 @@ class AdamRule:
         held = variance == 0 if self.options.dead == "hold" else None
         momentum.copy_(averaged if held is None else torch.where(held, momentum, averaged))
         if p.requires_grad:
-            new = adam_update(p.float(), momentum, variance, numbers_of(group, state), torch.sqrt)
+            new = adam_update(p.float(), momentum, variance, numbers_of(group, state), square_root)
             p.copy_(new if held is None else torch.where(held, p.float(), new))
 
     def _variance(self, group: Group, state: State) -> Tensor:
@@ -208,7 +220,7 @@ class AdamRule:
 
     def _root(self, group: Group, state: State) -> Tensor:
         # step sizes play no part in the denominator
-        return denominator(self._variance(group, state), numbers_of(group, state), torch.sqrt)
+        return denominator(self._variance(group, state), numbers_of(group, state), square_root)
 
 
 class SgdRule(AdamRule):
@@ -216,7 +228,16 @@ class SgdRule(AdamRule):
 
     momentum_key = "momentum_buffer"
     hyperparameters = ("lr", "momentum", "dampening", "weight_decay")
+    switches = ("maximize", "nesterov")
+    plain_keys = ("momentum_buffer",)
     counts_own_steps = False
+
+    def check_group(self, group: Group) -> None:
+        super().check_group(group)
+        if not group["momentum"]:
+            raise ValueError("SGD without momentum has nothing to compress with error feedback: set momentum, e.g. 0.9")
+        if group["nesterov"]:
+            raise ValueError("nesterov=True needs the averaged gradient, which is not sent: use plain momentum")
 
     def memory(self, group: Group) -> float:
         return float(group["momentum"])
@@ -228,8 +249,10 @@ class SgdRule(AdamRule):
         return ("momentum_buffer",)
 
     def new_state(self, group: Group, p: Tensor) -> State:
-        # no buffer yet: torch's first step copies the gradient into it, undamped
-        return {"step": torch.zeros((), dtype=torch.float32), "momentum_buffer": None}
+        # torch's first step copies the gradient undamped: with dampening there is no buffer before it
+        damped = bool(group["dampening"])
+        buffer = None if damped else torch.zeros_like(p, memory_format=torch.preserve_format)
+        return {"step": torch.zeros((), dtype=torch.float32), "momentum_buffer": buffer}
 
     def prepare(self, bucket: CompressedBucket, states: Any) -> tuple[Tensor | None, float]:
         if bucket.group["dampening"]:
@@ -281,11 +304,17 @@ class LambRule(AdamRule):
         "factor_threshold",
     )
 
+    switches = ("bias_correction",)
+
     def variance_key(self, group: Group) -> str | None:
         return "exp_avg_sq"
 
     def tensors(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
+
+    def frozen_keys(self, group: Group) -> tuple[str, ...]:
+        own = ("coeff_average", "coeff_updates", "last_factor", "scaling", "exp_avg_sq_fresh")
+        return (*super().frozen_keys(group), *own)
 
     def new_state(self, group: Group, p: Tensor) -> State:
         return {
@@ -294,6 +323,8 @@ class LambRule(AdamRule):
             "coeff_updates": 0,
             "last_factor": 1.0,
             "scaling": 1.0,
+            # from the start, though it is used after the freeze: broadcast_optimizer_state broadcasts what is there
+            "exp_avg_sq_fresh": torch.zeros_like(p, memory_format=torch.preserve_format),
         }
 
     def freeze(self, ready: Sequence[tuple[Group, Tensor]], states: Any) -> None:
@@ -305,7 +336,7 @@ class LambRule(AdamRule):
 
     def thaw(self, group: Group, state: State) -> None:
         # v' has been kept up to date all along
-        state["exp_avg_sq"] = state.pop("exp_avg_sq_fresh")
+        state["exp_avg_sq"] = state["exp_avg_sq_fresh"]
         state["last_factor"] = state["scaling"] = 1.0
 
     def prepare(self, bucket: CompressedBucket, states: Any) -> tuple[Tensor | None, float]:
@@ -333,11 +364,11 @@ class LambRule(AdamRule):
         fresh.mul_(beta2).add_(gradient.square() * (1.0 - beta2))
         held = variance == 0 if self.options.dead == "hold" else None
         momentum.copy_(averaged if held is None else torch.where(held, momentum, averaged))
-        root = denominator(variance, numbers, torch.sqrt)
+        root = denominator(variance, numbers, square_root)
         corrected = group.get("bias_correction", True)
         steps = int(state["step"])
         fresh_correction = math.sqrt(bias_correction(beta2, steps)) if corrected else 1.0
-        ratio = root / (fresh.sqrt() / fresh_correction + group["eps"])
+        ratio = root / (square_root(fresh) / fresh_correction + group["eps"])
         if held is not None:
             ratio = torch.where(held, 0.0, ratio)
         direction = momentum / root / (bias_correction(beta1, steps) if corrected else 1.0)
@@ -380,6 +411,13 @@ def group_factors(group: Group) -> LambFactors:
 def is_plain(p: Tensor) -> bool:
     """True when the core's kernels can work on the parameter's memory."""
     return p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous()
+
+
+def square_root(tensor: Tensor) -> Tensor:
+    """The root, rounded correctly: torch's on a CPU is off by a last bit now and then, and the kernels' is not."""
+    if tensor.device.type != "cpu":
+        return tensor.sqrt()
+    return torch.from_numpy(np.sqrt(tensor.detach().numpy(), out=np.empty(tensor.shape, np.float32)))
 
 
 def norm(tensor: Tensor) -> float:
