@@ -207,24 +207,6 @@ def test_operations_and_kernels_train_alike(
         assert_bit_equal(other_errors, errors, "errors")
 
 
-def test_a_step_leaves_what_was_read_before_alone() -> None:
-    """Arrays are handed to TensorFlow and used again: never while anybody holds them."""
-
-    def work(transport: LocalTransport) -> None:
-        trained = variables([(4096,)])
-        optimizer = distribute(Adam(0.01), transport, freeze_step=1)
-        held = []
-        for step in range(6):
-            train(optimizer, trained, [step], transport.rank)
-            held += [
-                (t, t.numpy().copy()) for t in (tf.identity(trained[0].value), tf.identity(optimizer.momentum_of(0)))
-            ]
-        for tensor, copy in held:
-            np.testing.assert_array_equal(tensor.numpy(), copy)
-
-    on_ranks(2, work)
-
-
 # -- dead coordinates --------------------------------------------------------------------------------------------------
 
 
