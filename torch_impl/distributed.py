@@ -404,6 +404,9 @@ class _OneBitMethods:
         """Horovod's hook for a parameter that it did not see at construction."""
         if p not in self._hooked and p not in self._late_hooks:
             self._allreduce_delay.setdefault(p, self.backward_passes_per_step)  # type: ignore[attr-defined]
+            if self._groups is not None:
+                self._p_to_group[p] = (p,)
+                self._group_counts[p,] = 0
             self._late_hooks[p] = p.register_post_accumulate_grad_hook(self._make_hook(p))  # type: ignore[attr-defined]
 
     def _register_hooks(self) -> None:
@@ -494,6 +497,7 @@ class _OneBitMethods:
         """As torch's; the new parameters warm up in full precision for as many updates as the others had."""
         if self._onebit is not None:
             self._onebit.check_group({**self.defaults, **param_group})
+            self._check_names(param_group)
         super(self.__class__, self).add_param_group(param_group)  # type: ignore[misc]
         if self._onebit is None:
             return
@@ -507,6 +511,16 @@ class _OneBitMethods:
             named_parameters=tuple((name, p) for p, name in self._parameter_names.items()),  # type: ignore[attr-defined]
         )
         self._onebit.initialise_state()
+
+    def _check_names(self, param_group: dict[str, Any]) -> None:
+        params = param_group["params"]
+        given = [each[0] for each in params if isinstance(each, tuple)] if isinstance(params, (list, tuple)) else []
+        twice = sorted(set(given) & set(self._parameter_names.values()))  # type: ignore[attr-defined]
+        if twice:
+            raise ValueError(
+                f"parameter names must be unique, but these are taken: {', '.join(twice)}. Give the new ones a prefix: "
+                "head.named_parameters(prefix='head')"
+            )
 
     # -- state --
 
@@ -525,7 +539,12 @@ class _OneBitMethods:
         """
         rule = _RULES[self._onebit_base][1](self._settings.options)  # type: ignore[attr-defined]
         saved = _check_checkpoint(state_dict, self, rule)  # type: ignore[arg-type]
+        own_groups = self.param_groups  # type: ignore[attr-defined]
         super(self.__class__, self).load_state_dict(state_dict)  # type: ignore[misc]
+        for group, own in zip(self.param_groups, own_groups, strict=True):  # type: ignore[attr-defined]
+            for key, value in own.items():
+                if not key.startswith("onebit_"):
+                    group.setdefault(key, value)  # options that the plain optimizer's checkpoint does not know
         self._synchronized = False
         self._should_synchronize = True
         if hasattr(self, "_handles"):
@@ -534,6 +553,23 @@ class _OneBitMethods:
                 self._allreduce_delay[p] = self.backward_passes_per_step  # type: ignore[attr-defined]
         if self._onebit is not None:
             self._onebit.load(state_dict.get("onebit"), saved)
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """A state_dict for the plain optimizer of the same kind (torch.optim.Adam for OneBitAdam). Not collective.
+
+        The frozen variance is biased by its own number of updates; here it is as the plain optimizer will correct it.
+        """
+        state: dict[str, Any] = copy.deepcopy(super(self.__class__, self).state_dict())  # type: ignore[misc]
+        rule = _RULES[self._onebit_base][1](self._settings.options)  # type: ignore[attr-defined]
+        for group in state["param_groups"]:
+            for index in group["params"]:
+                each = state["state"].get(index, {})
+                if each.get(FROZEN_STEP, NOT_FROZEN) != NOT_FROZEN:
+                    rule.thaw(group, each)
+                state["state"][index] = {k: v for k, v in each.items() if not k.startswith("onebit_")}
+            for key in [key for key in group if key.startswith("onebit_")]:
+                del group[key]
+        return state
 
     def synchronize_for_checkpoint(self) -> None:
         """Collective: afterwards any rank's state_dict() alone restores a run on any number of ranks.

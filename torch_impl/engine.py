@@ -32,6 +32,8 @@ SCHEDULE = "onebit_schedule"
 STEP = "onebit_step"  # committed updates
 CHECKSUMS = "onebit_checksums"  # compared at the next step
 
+_SCALER_FACTOR = 2.0**-6  # a user's own division is by less
+
 Group = dict[str, Any]
 BucketKey = tuple[int, int, str]  # group, frozen step, device
 
@@ -69,7 +71,7 @@ class Engine:
         self._transport = transport
         self._gradient_scale = gradient_scale
         self._loss_scale = loss_scale
-        self._schedule = FreezeSchedule(self.options, rule.memory(optimizer.param_groups[0]))
+        self._schedule = FreezeSchedule(self.options, max(rule.memory(group) for group in optimizer.param_groups))
         self._agreement = Agreement(transport, "agreement")
         self._buckets: dict[BucketKey, list[CompressedBucket]] = {}
         self._bucket_of: dict[Tensor, CompressedBucket] = {}
@@ -226,6 +228,8 @@ class Engine:
         hidden = [(p, p.grad) for bucket in self._all_buckets() for p in bucket.parameters]
         for p, _ in hidden:
             p.grad = None
+        for group in self._optimizer.param_groups:
+            self._rule.before_first_step(group, [self._states()[p] for p in group["params"] if p.grad is not None])
         try:
             full_precision_step()
         finally:
@@ -600,11 +604,11 @@ class CompressionEngine(Engine):
             return
         now = self._gradient_samples()
         factors = {a / b for a, b in zip(now, self._samples, strict=False) if b}
-        if len(factors) == 1 and 0.0 < (factor := factors.pop()) < 1.0 and math.frexp(factor)[0] == 0.5:
+        if len(factors) == 1 and 0.0 < (factor := factors.pop()) <= _SCALER_FACTOR and math.frexp(factor)[0] == 0.5:
             raise OneBitError(
                 f"gradients were multiplied by {factor:g} between synchronize() and step(): a GradScaler, it seems. "
-                "Pass it as DistributedOptimizer(..., grad_scaler=scaler), so that gradients are unscaled before they enter "
-                "the momentum"
+                "Pass it as DistributedOptimizer(..., grad_scaler=scaler), so that gradients are unscaled before they "
+                "enter the momentum"
             )
 
     def _write_gradients(self) -> None:
@@ -684,6 +688,8 @@ class CompressionEngine(Engine):
     def _has_settled(self, group: Group, p: Tensor, required: int) -> bool:
         state = self._states()[p]
         variance_key = self._rule.variance_key(group)
+        if variance_key is not None and not bool(torch.isfinite(state[variance_key]).all()):
+            return False  # squares of huge gradients: nothing to freeze
         if variance_key is not None and not bool(state[variance_key].any()):
             # a layer that has not been trained yet: its own warm-up starts with its first gradient
             state[WARM_SINCE] = int(state["step"])

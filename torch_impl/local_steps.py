@@ -227,7 +227,8 @@ class LocalStepsEngine(Engine):
         self._sync_schedule.synchronised(step)
         if not any(self._rate_sums.values()):
             return  # lr was 0 all the time: nobody has moved
-        buckets = self._all_buckets()
+        # a group whose lr was 0 has not moved: all ranks leave it out
+        buckets = [bucket for bucket in self._all_buckets() if self._rate_sums.get(bucket.bucket.name)]
         for bucket in buckets:
             self._in_flight.start(bucket.exchange, self._accumulated[bucket.bucket.name], None, 0.0)
         if not self._in_flight.finish():
@@ -242,8 +243,7 @@ class LocalStepsEngine(Engine):
                 state = self._states()[p]
                 self._move(p, u, state[ANCHOR], state, self._numbers(bucket.group, state))
                 state[ANCHOR].copy_(p)
-                if rate_sum:
-                    bucket.views(bucket.momentum)[i].copy_(u / rate_sum)
+                bucket.views(bucket.momentum)[i].copy_(u / rate_sum)
         self._rate_sums = dict.fromkeys(self._rate_sums, 0.0)
         self._take_checksum()
         self._in_flight.commit()

@@ -150,6 +150,9 @@ class AdamRule:
         """The state's names that a compressed parameter's checkpoint must hold."""
         return (*self.plain_keys, VARIANCE_STEPS, WARM_SINCE)
 
+    def before_first_step(self, group: Group, states: Sequence[State]) -> None:
+        """Called before the optimizer's own step."""
+
     def freeze(self, ready: Sequence[tuple[Group, Tensor]], states: Any) -> None:
         """Called once the variances of `ready` are frozen."""
 
@@ -249,14 +252,20 @@ class SgdRule(AdamRule):
         return ("momentum_buffer",)
 
     def new_state(self, group: Group, p: Tensor) -> State:
-        # torch's first step copies the gradient undamped: with dampening there is no buffer before it
-        damped = bool(group["dampening"])
-        buffer = None if damped else torch.zeros_like(p, memory_format=torch.preserve_format)
+        buffer = torch.zeros_like(p, memory_format=torch.preserve_format)
         return {"step": torch.zeros((), dtype=torch.float32), "momentum_buffer": buffer}
+
+    def before_first_step(self, group: Group, states: Sequence[State]) -> None:
+        for state in states if group["dampening"] else []:
+            if state.get("step", 1) == 0:
+                # torch's first step copies the gradient undamped, if there is no buffer
+                state["momentum_buffer"] = None
 
     def prepare(self, bucket: CompressedBucket, states: Any) -> tuple[Tensor | None, float]:
         if bucket.group["dampening"]:
-            bucket.values.mul_(1.0 - bucket.group["dampening"])
+            for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
+                if states[p]["step"] != 0:
+                    view.mul_(1.0 - bucket.group["dampening"])
         bucket.values.add_(bucket.momentum, alpha=bucket.group["momentum"])
         return None, 0.0
 
