@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvd_onebit import notices
 from hvd_onebit.agreement import check_fields, digest, encode_fields
-from hvd_onebit.errors import OneBitError
+from hvd_onebit.errors import OneBitError, too_many_skips
 from hvd_onebit.layout import make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision
 from hvd_onebit.rules import bias_correction
@@ -357,11 +357,7 @@ class CompressionEngine:
         if self.transport.rank == 0:
             notices.skipped(step + 1, in_a_row)
         if in_a_row >= self.options.max_skipped_steps:
-            raise OneBitError(
-                f"{in_a_row} steps in a row were skipped because a gradient was NaN or infinite on some rank (last "
-                f"good step: {step}). Likely causes: a learning rate too high, bad input data on one rank, or overflow "
-                "in half precision. Parameters and optimizer state are those of the last good step."
-            )
+            raise too_many_skips(in_a_row, step)
 
     def _count_elements(self, frozen: Any) -> None:
         compressed = sum(size for size, is_frozen in zip(self._sizes, frozen, strict=True) if is_frozen)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hvd_onebit import notices
 from hvd_onebit.agreement import Agreement, digest
-from hvd_onebit.errors import OneBitError
+from hvd_onebit.errors import OneBitError, too_many_skips
 from hvd_onebit.layout import make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
 from hvd_onebit.rules import bias_correction
@@ -252,11 +252,7 @@ class Engine:
         if self._transport.rank == 0:
             notices.skipped(self.step + 1, in_a_row)
         if in_a_row >= self.options.max_skipped_steps:
-            raise OneBitError(
-                f"{in_a_row} steps in a row were skipped because a gradient was NaN or infinite on some rank (last "
-                f"good step: {self.step}). Likely causes: a learning rate too high, bad input data on one rank, or "
-                "overflow in half precision. Parameters and optimizer state are those of the last good step."
-            )
+            raise too_many_skips(in_a_row, self.step)
 
     # -- buckets -----------------------------------------------------------------------------------------------------
 
