@@ -239,6 +239,21 @@ def test_rows_that_are_never_touched_do_not_explode(dead: str) -> None:
         assert 0 < moved[12:].max() < moved[:12].max()
 
 
+@ways
+def test_held_coordinates_take_no_part_in_the_scale(exchange: str) -> None:
+    def work(transport: LocalTransport) -> None:
+        trained = variables([(100,)])
+        optimizer = distribute(
+            Adam(0.1, beta_1=0.5, beta_2=0.5), transport, freeze_step=1, exchange=exchange, dead="hold"
+        )
+        alive = np.arange(100) % 3 > 0
+        for _ in range(3):
+            optimizer.apply([tf.constant(alive.astype(np.float32))], trained)
+        np.testing.assert_array_equal(optimizer.momentum_of(0).numpy(), np.where(alive, np.float32(0.875), 0))
+
+    on_ranks(2, work)
+
+
 def test_a_row_first_touched_after_the_freeze_trains() -> None:
     def work(transport: LocalTransport) -> Any:
         trained = variables([(20, 8)])
@@ -467,7 +482,9 @@ def test_accumulation_makes_one_exchange_of_many_passes(arguments: dict[str, int
             else:
                 totals = [(a + b) + c for a, b, c in zip(*passes, strict=True)]
                 optimizer.apply([tf.constant(t if sums else t / np.float32(3)) for t in totals], trained)
-        return snapshot(trained), optimizer.stats.bytes_sent, int(optimizer.stats.step)
+        # Adam doesn't tell a sum from a mean, its momentum does
+        momentum = optimizer.momentum_of(0).numpy()
+        return [*snapshot(trained), momentum], optimizer.stats.bytes_sent, int(optimizer.stats.step)
 
     accumulated = on_ranks(size, lambda t: work(t, accumulates=True))
     at_once = on_ranks(size, lambda t: work(t, accumulates=False))
