@@ -12,7 +12,7 @@ from hvd_onebit._build_needs import Mpi
 from hvd_onebit._horovod_source import InstallError
 from hvd_onebit._processes import which
 
-__all__ = ["launchers", "prove"]
+__all__ = ["launchers", "prove", "sayings"]
 
 _TIMEOUT_SECONDS = 600.0
 
@@ -56,6 +56,11 @@ def launchers(mpi: Mpi | None, environment: Mapping[str, str]) -> dict[str, list
     return commands
 
 
+def sayings(line: str) -> list[str]:
+    """What ranks said in a line of the launcher's output, where mpirun may have run two of theirs together."""
+    return re.findall(r"proof: (rank \d+ of \d+ over [a-z ]+: sum \[[^\]]*\])", line)
+
+
 def prove(framework: str, launcher: Sequence[str], controller: str, *, run: _Run) -> None:
     """Lets two ranks add 1 and 2 under `launcher`.
 
@@ -68,9 +73,7 @@ def prove(framework: str, launcher: Sequence[str], controller: str, *, run: _Run
     said: list[str] = []
 
     def keep(line: str) -> None:
-        match = re.search(r"proof: (rank .*)", line)
-        if match is not None:
-            said.append(match.group(1))
+        said.extend(sayings(line))
 
     run([*launcher, sys.executable, str(script)], timeout_seconds=_TIMEOUT_SECONDS, on_line=keep)
     expected = [f"rank {rank} of 2 over {controller}: sum [3.0]" for rank in range(2)]

@@ -571,3 +571,12 @@ def test_missing_needs_end_the_command(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "no C++ compiler" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_proof_is_read_out_of_lines_that_ran_together() -> None:
+    from hvd_onebit._horovod_proof import sayings
+
+    first, second = "rank 0 of 2 over mpi: sum [3.0]", "rank 1 of 2 over mpi: sum [3.0]"
+    assert sayings(f"[1,0]<stdout>:proof: {first}[1,1]<stdout>:proof: {second}[1,1]<stdout>:") == [first, second]
+    assert sayings(f"proof: {first}") == [first]
+    assert sayings("proof: rank 0 of 2 ov") == []
