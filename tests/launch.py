@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LAUNCHERS", "Completed", "rank_environment", "run_horovod"]
+__all__ = ["LAUNCHERS", "Completed", "interruptible", "rank_environment", "run_horovod"]
 
 LAUNCHERS = ("gloo", "mpi", "mpirun")
 """horovodrun --gloo, horovodrun --mpi, and Open MPI's own mpirun."""
@@ -167,3 +167,8 @@ def _marked(mark: str) -> list[int]:
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
     return found
+
+
+def interruptible() -> None:
+    """For a child before it starts: what runs in the background of a script is started with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from launch import interruptible
 
 from hvd_onebit import bench, bench_network, netlab
 from hvd_onebit._bench_network_worker import EXCHANGE_METHODS, LOOP_METHODS, Observed, Task
@@ -95,7 +96,7 @@ def test_it_measures_across_the_link(tmp_path: Path, capsys: pytest.CaptureFixtu
 @needs_network
 def test_interrupting_it_leaves_nothing() -> None:
     command = [sys.executable, "-m", "hvd_onebit", "bench", "network", "--what", "exchange"]
-    owner = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    owner = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=interruptible)
     launched = _wait_for_launch(owner)
     owner.send_signal(signal.SIGINT)
     assert owner.wait(timeout=60) == 130

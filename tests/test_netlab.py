@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launch import interruptible
 
 from hvd_onebit import netlab
 from hvd_onebit.netlab import Host, LabError, NetworkLab, parse_rate
@@ -236,7 +237,10 @@ with NetworkLab(2) as lab:
 @pytest.mark.parametrize("command", [SLEEP, STUBBORN], ids=["gentle", "stubborn"])
 def test_nothing_is_left_after_a_signal(signum: signal.Signals, command: list[str]) -> None:
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER.format(command=command)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", OWNER.format(command=command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=interruptible,
     )
     assert owner.stdout is not None
     child = int(owner.stdout.readline())
