@@ -10,12 +10,12 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.transport import Pending, Transport
 
-__all__ = ["Agreement", "check_fields", "digest", "encode_fields"]
+__all__ = ["Agreement", "check_fields", "digest", "encode_fields", "raise_disagreement"]
 
 _DIGEST_BYTES = 16
 
@@ -57,6 +57,16 @@ def check_fields(encoded: Sequence[bytes]) -> None:
         )
 
 
+def raise_disagreement(encoded: Sequence[bytes]) -> NoReturn:
+    """Raises OneBitError, the same text on every rank, for ranks whose digests differ.
+
+    Args:
+        encoded: every rank's `encode_fields`, in rank order.
+    """
+    check_fields(encoded)
+    raise OneBitError("the ranks' digests differ although their fields are equal: they run different versions")
+
+
 def _join(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
@@ -91,5 +101,4 @@ class Agreement:
         digests, self._pending = self._pending.wait(), None
         if len(set(digests)) > 1:
             encoded = self._transport.allgather_bytes(encode_fields(fields()), name=f"{self._name}.fields").wait()
-            check_fields(encoded)
-            raise OneBitError("the ranks' digests differ although their fields are equal: they run different versions")
+            raise_disagreement(encoded)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvd_onebit import notices
-from hvd_onebit.agreement import check_fields, digest, encode_fields
-from hvd_onebit.errors import OneBitError, too_many_skips
+from hvd_onebit.agreement import digest, encode_fields, raise_disagreement
+from hvd_onebit.errors import too_many_skips
 from hvd_onebit.layout import make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision
 from hvd_onebit.rules import bias_correction
@@ -529,8 +529,7 @@ def _rule_of(optimizer: Any, variables: Sequence[Any]) -> Rule:
 
 
 def _raise_disagreement(frames: Any) -> Any:
-    check_fields(split_frames(frames.tobytes()))
-    raise OneBitError("the ranks' digests differ although their fields are equal: they run different versions")
+    raise_disagreement(split_frames(frames.tobytes()))
 
 
 def _pack_schedule(state: dict[str, Any], length: int) -> Array:
