@@ -9,20 +9,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 __all__ = [
     "AdamStep",
+    "LambArrays",
     "LambFactors",
+    "LambStep",
+    "LambUpdate",
     "adam_step",
     "adam_update",
     "average_coefficient",
     "bias_correction",
+    "check_range",
+    "check_sgd",
     "denominator",
     "implied_gradient",
     "lamb_coefficient",
     "lamb_factor",
     "lamb_scalings",
+    "lamb_step",
+    "lamb_update",
+    "ordered_norm",
     "true_average",
 ]
 
@@ -106,6 +117,17 @@ class LambFactors:
     factor_min: float = 0.5
     factor_threshold: float = 0.1
 
+    def __post_init__(self) -> None:
+        check_range("coeff_beta", self.coeff_beta, 0.0, below=1.0)
+        check_range("min_coeff", self.min_coeff, 0.0)
+        if self.max_coeff < self.min_coeff:
+            raise ValueError(f"max_coeff ({self.max_coeff}) must not be below min_coeff ({self.min_coeff})")
+        if not 0.0 < self.factor_min <= self.factor_max:
+            raise ValueError(
+                f"factor_min ({self.factor_min}) must be above 0 and not above factor_max ({self.factor_max})"
+            )
+        check_range("factor_threshold", self.factor_threshold, 0.0, below=1.0)
+
 
 def lamb_coefficient(parameter_norm: float, update_norm: float, factors: LambFactors) -> float | None:
     """LAMB's trust ratio c = clip(||x||/||u||, min_coeff, max_coeff); None (and c counts as 1) when a norm is 0."""
@@ -163,3 +185,121 @@ def lamb_factor(
     r = min(max(r, factors.factor_min), factors.factor_max)
     low, high = (1.0 - factors.factor_threshold) * last_factor, (1.0 + factors.factor_threshold) * last_factor
     return min(max(r, low), high)
+
+
+@dataclass(frozen=True)
+class LambStep:
+    """The numbers of one tensor's update in 1-bit LAMB's compression stage."""
+
+    eps: float
+    variance_correction: float
+    fresh_correction: float
+    momentum_correction: float
+
+
+def lamb_step(
+    *, betas: tuple[float, float], eps: float, step: int, variance_steps: int, bias_corrected: bool = True
+) -> LambStep:
+    """The numbers of the update; arguments as for `adam_step`."""
+    if not bias_corrected:
+        return LambStep(eps, 1.0, 1.0, 1.0)
+    frozen, fresh = bias_correction(betas[1], variance_steps), bias_correction(betas[1], step)
+    return LambStep(eps, math.sqrt(frozen), math.sqrt(fresh), bias_correction(betas[0], step))
+
+
+class LambArrays(Protocol[Array]):
+    """What `lamb_update` needs of a framework beside operators."""
+
+    def sqrt(self, array: Array) -> Array: ...
+
+    def where(self, condition: Any, these: Any, others: Any) -> Array: ...
+
+    def largest(self, array: Array) -> Any: ...
+
+    def norm(self, array: Array) -> Any:
+        """The 2-norm in float64, the same to the bit on every rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class LambUpdate(Generic[Array]):
+    """What `lamb_update` returns: new state, u, and what `lamb_factor` asks for."""
+
+    momentum: Array
+    fresh: Array
+    update: Array
+    largest_ratio: Any
+    direction_norm: Any = None
+    update_norm: Any = None
+
+
+def lamb_update(
+    parameter: Array,
+    momentum: Array,
+    averaged: Array,
+    variance: Array,
+    fresh: Array,
+    numbers: LambStep,
+    arrays: LambArrays[Array],
+    *,
+    betas: tuple[float, float],
+    weight_decay: float,
+    held: Any | None = None,
+) -> LambUpdate[Array]:
+    """One tensor's step up to the learning rate: x <- x - lr * (r*c_avg) * update; the arguments are not written.
+
+    Args:
+        parameter: x.
+        momentum: m_{t-1}.
+        averaged: m_t.
+        variance: V, frozen.
+        fresh: v', which goes on.
+        numbers: of this step.
+        arrays: the framework's operations.
+        betas: decay rates of momentum and variance.
+        weight_decay: part of the update.
+        held: coordinates that stay as they are; None for none.
+    """
+    gradient = implied_gradient(averaged, momentum, betas[0])
+    new_fresh = fresh * betas[1] + gradient * gradient * (1.0 - betas[1])
+    new_momentum = averaged if held is None else arrays.where(held, momentum, averaged)
+    root = arrays.sqrt(variance) / numbers.variance_correction + numbers.eps
+    ratio = root / (arrays.sqrt(new_fresh) / numbers.fresh_correction + numbers.eps)
+    direction = new_momentum / root / numbers.momentum_correction
+    update = direction + parameter * weight_decay if weight_decay else direction
+    if held is not None:
+        ratio, update = arrays.where(held, 0.0, ratio), arrays.where(held, 0.0, update)
+    if not weight_decay:
+        return LambUpdate(new_momentum, new_fresh, update, arrays.largest(ratio))
+    norms = arrays.norm(direction), arrays.norm(update)
+    return LambUpdate(new_momentum, new_fresh, update, arrays.largest(ratio), *norms)
+
+
+def ordered_norm(flat: npt.NDArray[Any]) -> float:
+    """The 2-norm in float64, summed in one order whatever the number of threads, so that ranks agree to the bit."""
+    total = 0.0
+    for start in range(0, len(flat), _NORM_CHUNK):
+        part = flat[start : start + _NORM_CHUNK].astype(np.float64)
+        total += float(np.square(part, out=part).sum())
+    return math.sqrt(total)
+
+
+_NORM_CHUNK = 1 << 16  # elements whose float64 copy stays in the cache
+
+
+# what cannot be served, said in one place for all frameworks
+
+
+def check_range(name: str, value: float, least: float, *, below: float | None = None) -> None:
+    """Raises ValueError for a value under `least`, or not under `below`."""
+    if value < least or (below is not None and value >= below):
+        limit = f"at least {least}" if below is None else f"in [{least}, {below})"
+        raise ValueError(f"{name} must be {limit}, not {value!r}")
+
+
+def check_sgd(*, momentum: float, nesterov: bool) -> None:
+    """Raises ValueError for an SGD that 1-bit compression does not serve."""
+    if not momentum:
+        raise ValueError("SGD without momentum has nothing to compress with error feedback: set momentum, e.g. 0.9")
+    if nesterov:
+        raise ValueError("nesterov=True needs the averaged gradient, which is not sent: use plain momentum")

@@ -16,9 +16,11 @@ from hvd_onebit.rules import bias_correction
 from hvd_onebit.schedule import FreezeSchedule
 
 __all__ = [
+    "FROM_THE_START",
     "FROZEN_STEP",
     "VARIANCE_STEPS",
     "WARM_SINCE",
+    "any_frozen",
     "first_frozen_step",
     "freeze_ready",
     "frozen_variance",
@@ -30,11 +32,14 @@ __all__ = [
 Table = npt.NDArray[np.int64]
 
 FROZEN_STEP = 0
-"""Row: the step after which a parameter was compressed; 0: not yet."""
+"""Row: the step after which a parameter was compressed, or FROM_THE_START; 0: not yet."""
 VARIANCE_STEPS = 1
 """Row: updates that went into its frozen variance."""
 WARM_SINCE = 2
 """Row: the step at which its variance was last seen all zero: its own warm-up starts there."""
+
+FROM_THE_START = -1
+"""In row FROZEN_STEP: compressed from the first step on."""
 
 
 def new_table(num_parameters: int) -> Table:
@@ -42,10 +47,15 @@ def new_table(num_parameters: int) -> Table:
     return np.zeros((3, num_parameters), np.int64)
 
 
+def any_frozen(table: Table) -> bool:
+    """Whether a parameter is compressed."""
+    return bool(table[FROZEN_STEP].any())
+
+
 def first_frozen_step(table: Table) -> int:
-    """The step at which the first parameter was frozen; 0 if none is."""
+    """The step at which the first parameter was frozen; 0 if none is, or from the start."""
     frozen = table[FROZEN_STEP]
-    return int(frozen[frozen > 0].min(initial=np.iinfo(np.int64).max)) if frozen.any() else 0
+    return max(int(frozen[frozen != 0].min()), 0) if frozen.any() else 0
 
 
 def freeze_ready(
@@ -57,7 +67,7 @@ def freeze_ready(
     options: CompressionOptions,
     schedule: FreezeSchedule,
     has_variance: Callable[[int], bool],
-    variance_norm: Callable[[], float],
+    variance_norm: Callable[[], float] | None,
 ) -> tuple[Table, list[int]]:
     """The parameters that freeze after `step`, and the table with them frozen.
 
@@ -71,16 +81,15 @@ def freeze_ready(
         options: with `freeze_step`.
         schedule: its notes are brought up to date.
         has_variance: whether the variance of a parameter has a coordinate other than zero.
-        variance_norm: ||v||_1 over the parameters that wait, its bias corrected.
+        variance_norm: ||v||_1 over the parameters that wait, its bias corrected; None for rules without a variance.
     """
     table = table.copy()
     waiting = [i for i in compressible if not table[FROZEN_STEP, i]]
     if not waiting:
         return table, []
-    first = first_frozen_step(table)
-    if not first and not schedule.should_freeze(step, lr, variance_norm):
+    if not any_frozen(table) and not schedule.should_freeze(step, lr, variance_norm):
         return table, []
-    required = first if schedule.is_automatic else int(options.freeze_step)
+    required = first_frozen_step(table) if schedule.is_automatic else int(options.freeze_step)
     ready = []
     for i in waiting:
         if not has_variance(i):
@@ -113,7 +122,7 @@ def frozen_variance(
 def must_thaw(table: Table, *, step: int, size: int, options: CompressionOptions) -> bool:
     """Whether a restored state goes back to warm-up: `freeze_step` now lies ahead, or there is nobody to send to."""
     later = isinstance(options.freeze_step, int) and options.freeze_step > step
-    return bool(first_frozen_step(table)) and (later or size == 1)
+    return any_frozen(table) and (later or size == 1)
 
 
 def thaw_ratio(beta2: float, step: int, variance_steps: int) -> float:

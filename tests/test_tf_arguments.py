@@ -31,7 +31,12 @@ def _alone(optimizer: Any, **options: Any) -> Any:
         (lambda: Adam(), {"freeze_step": "soon"}, TypeError, "freeze_step"),
         (lambda: Adam(), {"backward_passes_per_step": 0}, ValueError, "at least 1"),
         (lambda: Adam(gradient_accumulation_steps=2), {"backward_passes_per_step": 2}, ValueError, "multiply"),
-        (lambda: keras.optimizers.RMSprop(), {}, TypeError, "serves Adam, AdamW, OneBitAdam, not RMSprop"),
+        (
+            lambda: keras.optimizers.RMSprop(),
+            {},
+            TypeError,
+            "serves Adam, AdamW, SGD, Lamb, .*, not RMSprop",
+        ),
         (lambda: Adam(beta_1=lambda: 0.9), {}, TypeError, "beta_1 must be a number"),
         (lambda: Adam(), {"groups": [[1]]}, TypeError, "number of groups"),
     ],
@@ -156,6 +161,6 @@ def test_the_public_names_are_those_of_the_torch_module() -> None:
     pytest.importorskip("torch")
     import hvd_onebit.torch as other
 
-    both = {"DistributedOptimizer", "OneBitAdam", "OneBitError"}
+    both = {"DistributedOptimizer", "Lamb", "OneBitAdam", "OneBitError", "OneBitLamb", "OneBitSGD"}
     assert both <= set(onebit.__all__)
     assert both <= set(other.__all__)

@@ -1,4 +1,4 @@
-"""1-bit Adam for TensorFlow and Keras 3 on Horovod: one changed line in a Horovod script.
+"""1-bit Adam and its family for TensorFlow and Keras 3 on Horovod: one changed line in a Horovod script.
 
 import hvd_onebit.tensorflow as onebit
 optimizer = onebit.DistributedOptimizer(keras.optimizers.AdamW(1e-3), freeze_step=2000)
@@ -10,6 +10,6 @@ from __future__ import annotations
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.tensorflow import callbacks
 from hvd_onebit.tensorflow.distributed import DistributedOptimizer
-from hvd_onebit.tensorflow.optimizers import OneBitAdam
+from hvd_onebit.tensorflow.optimizers import Lamb, OneBitAdam, OneBitLamb, OneBitSGD
 
-__all__ = ["DistributedOptimizer", "OneBitAdam", "OneBitError", "callbacks"]
+__all__ = ["DistributedOptimizer", "Lamb", "OneBitAdam", "OneBitError", "OneBitLamb", "OneBitSGD", "callbacks"]

@@ -1,8 +1,9 @@
 """One bucket's exchange as a chain of operations: through the core's kernels on host memory, or through TF operations.
 
-A bucket knows which of the optimizer's variables lie in it, and owns the error feedback. A step calls `exchange`, then
-`commit` or `rollback` in the branches of one condition on what all buckets reported. Nothing is shared between two
-buckets' chains, so that TensorFlow runs them beside each other and beside backward.
+A bucket knows which of the optimizer's variables lie in it, and owns the error feedback; what is done to each of them
+is the rule's (`rules.py`). A step calls `exchange`, then `commit` or `rollback` in the branches of one condition on
+what all buckets reported. Nothing is shared between two buckets' chains, so that TensorFlow runs them beside each other
+and beside backward.
 """
 
 from __future__ import annotations
@@ -10,24 +11,24 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from hvd_onebit import kernels
 from hvd_onebit.codec import HostCodec
 from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.layout import Bucket, Chunk, cut_chunks
 from hvd_onebit.options import CompressionOptions
-from hvd_onebit.rules import AdamStep, adam_step, adam_update, denominator
-from hvd_onebit.stage import FROZEN_STEP, VARIANCE_STEPS
+from hvd_onebit.rules import ordered_norm
+from hvd_onebit.stage import FROZEN_STEP
 from hvd_onebit.tensorflow import codec
+from hvd_onebit.tensorflow.rules import Moment, Rule, Tensors
 from hvd_onebit.tensorflow.transport import TensorTransport
 
-__all__ = ["DeviceBucket", "HostBucket", "Inputs", "Rule", "Sent", "on_host"]
+__all__ = ["DeviceBucket", "HostBucket", "Inputs", "Sent", "Updates", "on_host"]
 
 Floats = npt.NDArray[np.float32]
 _ALIGNMENT = 64  # what TensorFlow asks of memory that it takes over without a copy
@@ -52,32 +53,6 @@ def on_host(function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: An
 
 
 @dataclass(frozen=True)
-class Rule:
-    """The optimizer's numbers of one variable each: Adam, as Keras writes it."""
-
-    beta1: float
-    beta2: float
-    epsilon: float
-    bias_corrected: bool
-    weight_decays: tuple[float, ...]
-
-    def numbers(self, index: int, *, lr: float, step: int, variance_steps: int) -> AdamStep:
-        """The update's numbers for variable `index` at its update number `step`."""
-        numbers = adam_step(
-            lr=lr,
-            betas=(self.beta1, self.beta2),
-            eps=self.epsilon,
-            step=step,
-            variance_steps=variance_steps,
-            decoupled_weight_decay=self.weight_decays[index],
-            bias_corrected=self.bias_corrected,
-        )
-        # Keras adds epsilon to the root before it corrects the bias ("epsilon hat"): x -= lr * c/(1-b1^t) *
-        # m/(sqrt(v)+eps)
-        return replace(numbers, eps=numbers.eps / numbers.variance_correction)
-
-
-@dataclass(frozen=True)
 class Inputs:
     """What a step reads, as tensors; lists go by the bucket's variables, each flat float32 and in its order."""
 
@@ -85,11 +60,20 @@ class Inputs:
     parameters: Sequence[tf.Tensor]
     momenta: Sequence[tf.Tensor]
     variances: Sequence[tf.Tensor]
+    """Empty for rules that have none, and so `fresh`."""
+    fresh: Sequence[tf.Tensor]
     table: tf.Tensor
     """The stage of all variables, as `stage.py` has it."""
+    scalars: tf.Tensor
+    """What the rule keeps of all variables: float64, shape (rows, variables)."""
     step: tf.Tensor
     """Committed updates before this one."""
     lr: tf.Tensor
+
+    @property
+    def moment(self) -> list[tf.Tensor]:
+        """What the step's numbers depend on."""
+        return [self.table, self.scalars, self.step, self.lr]
 
 
 @dataclass(frozen=True)
@@ -99,6 +83,17 @@ class Sent:
     gathered: tf.Tensor
     finite: tf.Tensor
     new_errors: tuple[tf.Tensor | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What the variables become; lists as in `Inputs`."""
+
+    parameters: Sequence[tf.Tensor]
+    momenta: Sequence[tf.Tensor]
+    fresh: Sequence[tf.Tensor]
+    columns: Sequence[tf.Tensor]
+    """Each variable's column of `Inputs.scalars`; none if the rule keeps no scalars."""
 
 
 class ExchangedBucket(Protocol):
@@ -111,8 +106,8 @@ class ExchangedBucket(Protocol):
 
     def exchange(self, inputs: Inputs) -> Sent: ...
 
-    def commit(self, inputs: Inputs, sent: Sent) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """New parameters and momenta, flat float32."""
+    def commit(self, inputs: Inputs, sent: Sent) -> Updates:
+        """What the variables become."""
         ...
 
     def rollback(self, sent: Sent) -> None: ...
@@ -158,17 +153,17 @@ class HostBucket:
     def exchange(self, inputs: Inputs) -> Sent:
         """Collective: compress, send, reduce, send, in the graph."""
         exchange = self._exchange
-        count = len(self.members)
-        variances = inputs.variances if self._needs_variances else []
+        needs_variances = self._rule.sends_by_variance or (self._options.dead == "hold" and self._rule.has_variance)
+        variances = inputs.variances if needs_variances else []
 
-        def compress(table: Any, step: Any, lr: Any, *arrays: Any) -> Any:
-            self._prepare(table, arrays, int(step), float(lr))
+        def compress(*given: Any) -> Any:
+            moment, arrays = _moment(*given[:4]), given[4:]
+            self._prepare(moment, arrays)
             assert self._given is not None
             return exchange.compress(*self._given)
 
         arrays = [*inputs.gradients, *inputs.momenta, *variances]
-        assert len(arrays) in (2 * count, 3 * count)
-        message = on_host(compress, [inputs.table, inputs.step, inputs.lr, *arrays], tf.uint8, stateful=False)
+        message = on_host(compress, [*inputs.moment, *arrays], tf.uint8, stateful=False)
         if exchange.is_two_phase:
             message.set_shape([sum(exchange.alltoall_bytes[0])])
             name = f"{self.bucket.name}.alltoall"
@@ -181,18 +176,22 @@ class HostBucket:
         finite.set_shape([])
         return Sent(gathered, finite)
 
-    def commit(self, inputs: Inputs, sent: Sent) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    def commit(self, inputs: Inputs, sent: Sent) -> Updates:
         """The update, from the bits that all ranks have."""
         count = len(self.members)
+        lists = [inputs.parameters, inputs.variances, inputs.fresh]
+        num_fresh, num_rows = len(inputs.fresh), int(inputs.scalars.shape[0])
 
-        def update(table: Any, step: Any, lr: Any, *arrays: Any) -> Any:
-            return self._update(table, int(step), float(lr), arrays[:count], arrays[count:])
+        def update(*given: Any) -> Any:
+            parts = iter(given[4:])
+            arrays = [[next(parts) for _ in each] for each in lists]
+            return self._update(_moment(*given[:4]), *arrays)
 
-        arrays = [*inputs.parameters, *inputs.variances]
+        types = [tf.float32] * (2 * count + num_fresh) + [tf.float64]
         with tf.control_dependencies([sent.finite]):
-            given = [inputs.table, inputs.step, inputs.lr, *arrays]
-            new = on_host(update, given, [tf.float32] * (2 * count), stateful=False)
-        return list(new[:count]), list(new[count:])
+            new = on_host(update, [*inputs.moment, *(t for each in lists for t in each)], types, stateful=False)
+        columns = tf.unstack(tf.ensure_shape(new[-1], [num_rows, count]), axis=1) if num_rows else []
+        return Updates(new[:count], new[count : 2 * count], new[2 * count : -1], columns)
 
     def rollback(self, sent: Sent) -> None:
         """Puts the error feedback back to what it was, to rounding."""
@@ -207,24 +206,22 @@ class HostBucket:
 
     # -- on arrays --
 
-    @property
-    def _needs_variances(self) -> bool:
-        return self._options.dead == "hold" or self._options.space == "update"
-
-    def _prepare(self, table: Any, arrays: Sequence[Floats], step: int, lr: float) -> None:
+    def _prepare(self, moment: Moment, arrays: Sequence[Floats]) -> None:
         count = len(self.members)
         gradients, momenta, variances = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
-        self._set_live(table, variances)
+        self._set_live(moment.table, variances)
         self._gradient = values = self._memory.take()
         np.concatenate(gradients, out=values)
         momentum = self._gather_momentum(momenta)
-        if self._options.space == "momentum":
-            self._given = (values, momentum, self._rule.beta1)
+        beta1 = self._rule.sent_momentum
+        if beta1 is not None:
+            self._given = (values, momentum, beta1)
             return
-        values *= np.float32(1.0 - self._rule.beta1)
-        values += momentum * np.float32(self._rule.beta1)
-        for view, root in zip(self._views(values), self._roots(table, variances, step, lr), strict=True):
-            view /= root
+        views = zip(self.members, self._views(values), self._views(momentum), strict=True)
+        for i, (index, view, old) in enumerate(views):
+            variance = variances[i] if self._rule.sends_by_variance else None
+            numbers = _rounded(self._rule.numbers(index, moment))
+            view[:] = self._rule.to_send(view, old, variance, numbers, _HOST)
         self._given = (values, None, 0.0)
 
     def _gather_momentum(self, momenta: Sequence[Floats]) -> Floats:
@@ -241,74 +238,44 @@ class HostBucket:
         return self._momentum
 
     def _update(
-        self, table: Any, step: int, lr: float, parameters: Sequence[Floats], variances: Sequence[Floats]
-    ) -> list[Floats]:
+        self, moment: Moment, parameters: Sequence[Floats], variances: Sequence[Floats], fresh: Sequence[Floats]
+    ) -> list[Any]:
         assert self._gradient is not None
         assert self._momentum is not None
+        rule, exchange = self._rule, self._exchange
         old_momenta = self._views(self._momentum)
         # the gradients are used up, and TensorFlow takes what is returned as the variables' new memory
         new_parameters = self._views(self._gradient)
         self._momentum = self._memory.take()
         new_momenta = self._views(self._momentum)
+        new_fresh = self._views(self._memory.take()) if fresh else []
         self._given = self._gradient = None
-        averaged: Floats | None = None
-        if self._options.space == "update":
-            averaged = np.empty(self.bucket.num_elements, np.float32)
-            self._exchange.average(averaged)
-            for view, root in zip(self._views(averaged), self._roots(table, variances, step, lr), strict=True):
-                view *= root
+        columns = moment.scalars[:, list(self.members)]
+        averaged: list[Floats] | None = None
+        if not rule.fuses:
+            every = np.empty(self.bucket.num_elements, np.float32)
+            exchange.average(every)
+            averaged = self._views(every)
         for i, (index, offset) in enumerate(zip(self.members, self.bucket.offsets, strict=True)):
-            new_parameters[i][:] = parameters[i]
-            is_frozen = bool(table[FROZEN_STEP, index])
-            if self._options.dead == "hold" or not is_frozen:
-                new_momenta[i][:] = old_momenta[i]
-            if not is_frozen:
-                continue
-            numbers = self._rule.numbers(index, lr=lr, step=step + 1, variance_steps=int(table[VARIANCE_STEPS, index]))
-            if averaged is not None:
-                part = averaged[offset : offset + len(parameters[i])]
-                self._apply(part, new_parameters[i], new_momenta[i], variances[i], numbers)
-            else:
-                self._apply_from_bits(offset, new_parameters[i], new_momenta[i], variances[i], numbers)
-        every = self._options.check_every
-        self.checksum = zlib.crc32(self._exchange.checksum_bytes()) if every and (step + 1) % every == 0 else 0
-        self._exchange.commit()
-        return new_parameters + new_momenta
-
-    def _apply_from_bits(
-        self, offset: int, parameter: Floats, momentum: Floats, variance: Floats, numbers: AdamStep
-    ) -> None:
-        for piece in self._exchange.pieces(offset, offset + len(parameter)):
-            kernels.adam_apply(
-                self._exchange.messages(piece),
-                piece.start,
-                parameter[piece.low : piece.high],
-                momentum[piece.low : piece.high],
-                variance[piece.low : piece.high],
-                num_elements=piece.num_elements,
-                block=piece.block,
-                step_size=numbers.step_size,
-                eps=numbers.eps,
-                variance_correction=numbers.variance_correction,
-                decay=numbers.decay,
-                hold=self._options.dead == "hold",
-            )
-
-    def _apply(
-        self, averaged: Floats, parameter: Floats, momentum: Floats, variance: Floats, numbers: AdamStep
-    ) -> None:
-        moving = variance != 0 if self._options.dead == "hold" else np.True_
-        np.copyto(momentum, averaged, where=moving)
-        np.copyto(parameter, adam_update(parameter, momentum, variance, _rounded(numbers), np.sqrt), where=moving)
-
-    def _roots(self, table: Any, variances: Sequence[Floats], step: int, lr: float) -> list[Floats]:
-        roots = []
-        for index, variance in zip(self.members, variances, strict=True):
-            frozen = table[FROZEN_STEP, index]
-            steps = int(table[VARIANCE_STEPS, index]) if frozen else step + 1
-            numbers = _rounded(self._rule.numbers(index, lr=lr, step=step + 1, variance_steps=steps))
-            roots.append(denominator(variance, numbers, np.sqrt))
-        return roots
+            variance = variances[i] if variances else None
+            old = Tensors(parameters[i], old_momenta[i], fresh[i] if fresh else None, columns[:, i])
+            new = old
+            if moment.table[FROZEN_STEP, index] and averaged is not None:
+                numbers = _rounded(rule.numbers(index, moment))
+                new = rule.apply(index, old, averaged[i], variance, np.float32(moment.lr), numbers, _HOST)
+            new_parameters[i][:], new_momenta[i][:] = new.parameter, new.momentum
+            if fresh:
+                new_fresh[i][:] = new.fresh
+            if new.column is not None:
+                columns[:, i] = new.column
+            if moment.table[FROZEN_STEP, index] and averaged is None:
+                numbers = rule.numbers(index, moment)
+                rule.apply_from_bits(exchange, offset, new_parameters[i], new_momenta[i], variance, numbers)
+        every_steps = self._options.check_every
+        is_checked = every_steps and (moment.step + 1) % every_steps == 0
+        self.checksum = zlib.crc32(exchange.checksum_bytes()) if is_checked else 0
+        exchange.commit()
+        return [*new_parameters, *new_momenta, *new_fresh, columns]
 
     def _views(self, flat: Floats) -> list[Floats]:
         edges = zip(self.bucket.offsets, self.bucket.sizes, strict=True)
@@ -321,13 +288,14 @@ class HostBucket:
         if key == self._live_for:
             return
         self._live_for = key
-        if self._options.dead != "hold" and frozen.all():
+        holds = self._options.dead == "hold" and self._rule.has_variance
+        if not holds and frozen.all():
             self._exchange.live = None
             return
         live = np.zeros(self.bucket.num_elements, np.float32)
         for i, view in enumerate(self._views(live)):
             if frozen[i]:
-                view[:] = variances[i] if self._options.dead == "hold" else 1.0
+                view[:] = variances[i] if holds else 1.0
         self._exchange.live = live
 
     # -- errors --
@@ -419,35 +387,36 @@ class DeviceBucket:
         ]
         return Sent(gathered, tf.reduce_all(tf.stack(finite)), (worker_error, server_error))
 
-    def commit(self, inputs: Inputs, sent: Sent) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    def commit(self, inputs: Inputs, sent: Sent) -> Updates:
         """The update, from the bits that all ranks have."""
         live = self._live(inputs)
         replies = self._replies(sent.gathered)
         averaged = tf.concat(
             [self._average(c, each, _cut(live, c)) for c, each in zip(self._chunks, replies, strict=True)], 0
         )
-        for variable, new in zip((self._worker_error, self._server_error), sent.new_errors, strict=True):
+        for variable, new_error in zip((self._worker_error, self._server_error), sent.new_errors, strict=True):
             if variable is not None:
-                variable.assign(new)
-        new_parameters, new_momenta = [], []
+                variable.assign(new_error)
+        updated = []
         numbers = self._numbers(inputs)
-        for i, part in enumerate(tf.split(averaged, list(self.bucket.sizes))):
-            index = self.members[i]
-            step_size, eps, correction, decay = tf.unstack(numbers[i])
-            x, variance, old = inputs.parameters[i], inputs.variances[i], inputs.momenta[i]
-            m = part
-            if self._options.space == "update":
-                m = m * (tf.sqrt(variance) / correction + eps)
-            moving = inputs.table[FROZEN_STEP, index] > 0
-            if self._options.dead == "hold":
-                moving = moving & (variance != 0)
-            m = tf.where(moving, m, old)
-            decayed = x * decay if self._rule.weight_decays[index] else x
-            new = adam_update(decayed, m, variance, AdamStep(step_size, eps, correction, 1.0), tf.sqrt)
-            new_momenta.append(m)
-            new_parameters.append(tf.where(moving, new, x))
+        for i, (index, part) in enumerate(zip(self.members, tf.split(averaged, list(self.bucket.sizes)), strict=True)):
+            variance = inputs.variances[i] if inputs.variances else None
+            fresh = inputs.fresh[i] if inputs.fresh else None
+            old = Tensors(inputs.parameters[i], inputs.momenta[i], fresh, inputs.scalars[:, index])
+            new = self._rule.apply(index, old, part, variance, inputs.lr, numbers[i], _DEVICE)
+            frozen = inputs.table[FROZEN_STEP, index] != 0
+            kept = [
+                None if theirs is None else tf.where(frozen, theirs, mine)
+                for mine, theirs in zip(_parts(old), _parts(new), strict=True)
+            ]
+            updated.append(Tensors(*kept))
         self._take_checksum(inputs, sent)
-        return new_parameters, new_momenta
+        return Updates(
+            [each.parameter for each in updated],
+            [each.momentum for each in updated],
+            [each.fresh for each in updated if each.fresh is not None],
+            [each.column for each in updated if each.column is not None],
+        )
 
     def rollback(self, sent: Sent) -> None:
         """Nothing was changed."""
@@ -464,34 +433,31 @@ class DeviceBucket:
         on_host(take, [sent.gathered, inputs.step], tf.bool)
 
     def _momentum_to_send(self, inputs: Inputs) -> tf.Tensor:
-        beta1 = self._rule.beta1
         parts = []
-        numbers = self._numbers(inputs) if self._options.space == "update" else None
+        numbers = self._numbers(inputs)
         for i, (m, g) in enumerate(zip(inputs.momenta, inputs.gradients, strict=True)):
-            z = m * np.float32(beta1) + g * np.float32(1.0 - beta1)
-            if numbers is not None:
-                z = z / (tf.sqrt(inputs.variances[i]) / numbers[i, 2] + numbers[i, 1])
-            parts.append(z)
+            variance = inputs.variances[i] if inputs.variances else None
+            parts.append(self._rule.to_send(g, m, variance, numbers[i], _DEVICE))
         return tf.concat(parts, 0)
 
-    def _numbers(self, inputs: Inputs) -> tf.Tensor:
-        def compute(table: Any, step: Any, lr: Any) -> Any:
-            rows = []
-            for index in self.members:
-                steps = int(table[VARIANCE_STEPS, index]) or int(step) + 1
-                n = self._rule.numbers(index, lr=float(lr), step=int(step) + 1, variance_steps=steps)
-                rows.append((n.step_size, n.eps, n.variance_correction, n.decay))
+    def _numbers(self, inputs: Inputs) -> list[Any]:
+        """Each variable's numbers, as tensors."""
+        width = len(fields(self._rule.numbers_type))
+
+        def compute(*given: Any) -> Any:
+            rows = [astuple(self._rule.numbers(index, _moment(*given))) for index in self.members]
             return np.array(rows, np.float32)
 
-        numbers = on_host(compute, [inputs.table, inputs.step, inputs.lr], tf.float32, stateful=False)
-        return tf.ensure_shape(numbers, [len(self.members), 4])
+        numbers = on_host(compute, inputs.moment, tf.float32, stateful=False)
+        rows = tf.unstack(tf.ensure_shape(numbers, [len(self.members), width]))
+        return [self._rule.numbers_type(*tf.unstack(row)) for row in rows]
 
     def _live(self, inputs: Inputs) -> tf.Tensor:
         parts = []
-        for index, variance in zip(self.members, inputs.variances, strict=True):
-            frozen = inputs.table[FROZEN_STEP, index] > 0
-            alive = tf.cast(variance != 0, tf.float32) if self._options.dead == "hold" else tf.ones_like(variance)
-            parts.append(tf.where(frozen, alive, 0.0))
+        for i, (index, m) in enumerate(zip(self.members, inputs.momenta, strict=True)):
+            holds = self._options.dead == "hold" and self._rule.has_variance
+            alive = tf.cast(inputs.variances[i] != 0, tf.float32) if holds else tf.ones_like(m)
+            parts.append(tf.where(inputs.table[FROZEN_STEP, index] != 0, alive, 0.0))
         return tf.concat(parts, 0)
 
     def _compress(
@@ -585,7 +551,59 @@ def _can_be_shared(array: Floats) -> bool:
     return array.ctypes.data % _ALIGNMENT == 0
 
 
-def _rounded(numbers: AdamStep) -> Any:
+def _rounded(numbers: Any) -> Any:
     """The numbers as float32, so that NumPy computes in that precision as the kernels do."""
-    rounded: Any = [np.float32(n) for n in astuple(numbers)]
-    return AdamStep(*rounded)
+    return type(numbers)(*(np.float32(n) for n in astuple(numbers)))
+
+
+def _moment(table: Any, scalars: Any, step: Any, lr: Any) -> Moment:
+    return Moment(table, scalars, int(step), float(lr))
+
+
+def _parts(tensors: Tensors) -> tuple[Any, ...]:
+    return tensors.parameter, tensors.momentum, tensors.fresh, tensors.column
+
+
+class _HostArrays:
+    """A rule's operations on NumPy's arrays."""
+
+    def sqrt(self, array: Any) -> Any:
+        return np.sqrt(array)
+
+    def where(self, condition: Any, these: Any, others: Any) -> Any:
+        return np.where(condition, these, others)
+
+    def largest(self, array: Any) -> Any:
+        return array.max()
+
+    def norm(self, array: Any) -> float:
+        return ordered_norm(array)
+
+    def call(self, function: Callable[..., Any], inputs: Sequence[Any], types: Sequence[Any]) -> Any:
+        return function(*inputs)
+
+
+class _DeviceArrays:
+    """The same on TensorFlow's tensors."""
+
+    def sqrt(self, array: Any) -> Any:
+        return tf.sqrt(array)
+
+    def where(self, condition: Any, these: Any, others: Any) -> Any:
+        return tf.where(condition, these, others)
+
+    def largest(self, array: Any) -> Any:
+        return tf.reduce_max(array)
+
+    def norm(self, array: Any) -> Any:
+        return tf.sqrt(tf.reduce_sum(tf.square(tf.cast(array, tf.float64))))
+
+    def call(self, function: Callable[..., Any], inputs: Sequence[Any], types: Sequence[Any]) -> Any:
+        results = on_host(function, inputs, list(types), stateful=False)
+        for result, given in zip(results, inputs, strict=False):
+            result.set_shape(given.shape)
+        return results
+
+
+_HOST = _HostArrays()
+_DEVICE = _DeviceArrays()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,13 @@ from tensorflow.python.ops import control_flow_util
 
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.options import CompressionOptions, options_from
+from hvd_onebit.rules import ordered_norm
 from hvd_onebit.stats import Stats
 from hvd_onebit.tensorflow.buckets import on_host
+from hvd_onebit.tensorflow.codec import is_on_host
 from hvd_onebit.tensorflow.engine import FORMAT_VERSION, CompressionEngine, native
-from hvd_onebit.tensorflow.optimizers import OneBitAdam
+from hvd_onebit.tensorflow.optimizers import Lamb, LambUpdate, OneBitAdam, OneBitLamb, OneBitSGD
+from hvd_onebit.tensorflow.rules import AdamRule, LambRule, Rule, SgdRule
 from hvd_onebit.tensorflow.transport import HorovodTransport, HostTransport, TensorTransport
 from hvd_onebit.transport import Transport
 
@@ -109,9 +112,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     by the first `apply`: variables added later are refused.
 
     Args:
-        optimizer: keras.optimizers.Adam, AdamW or OneBitAdam, or a keras.optimizers.LossScaleOptimizer of one. With
-            mixed_float16 do wrap it in a LossScaleOptimizer first: Keras's own, put around this one, looks for overflow
-            on one rank only, and is refused.
+        optimizer: keras.optimizers.Adam, AdamW, Lamb or SGD with momentum, OneBitAdam, Lamb, OneBitLamb or OneBitSGD,
+            or a keras.optimizers.LossScaleOptimizer of one. With mixed_float16 do wrap it in a LossScaleOptimizer
+            first: Keras's own, put around this one, looks for overflow on one rank only, and is refused.
         compression: hvd.Compression for the full-precision stage; default none.
         backward_passes_per_step: as in Horovod: that many calls of `apply` make one exchange and one step of the
             schedule, of their gradients' sum. An optimizer's own gradient_accumulation_steps takes their mean.
@@ -198,27 +201,24 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def _options_of(optimizer: Any, given: dict[str, Any]) -> CompressionOptions:
-    if not isinstance(optimizer, OneBitAdam):
-        return options_from(given)
+    own: CompressionOptions | None = getattr(optimizer, "compression_options", None)
+    if own is None:
+        default = {"freeze_step": 0} if isinstance(optimizer, keras.optimizers.SGD) else {}
+        return options_from({**default, **given})
     options_from(given)
-    return replace(optimizer.compression_options, **given)
+    return replace(own, **given)
 
 
 def _check_optimizer(optimizer: Any, options: CompressionOptions) -> None:
     if is_distributed(optimizer):
         raise TypeError("this optimizer is distributed already: wrap it once, with one DistributedOptimizer")
     if type(optimizer) not in _CLASSES:
-        names = ", ".join(cls.__name__ for cls in _CLASSES)
+        names = ", ".join(dict.fromkeys(cls.__name__ for cls in _CLASSES))
         raise TypeError(
             f"DistributedOptimizer serves {names}, not {type(optimizer).__name__}: the compression stage has to know "
             "the optimizer's update rule. Use one of them."
         )
-    if options.freeze_step == 0:
-        raise ValueError("freeze_step=0 leaves Adam without a variance to freeze: it must be at least 1")
-    for name in ("beta_1", "beta_2", "epsilon"):
-        value = getattr(optimizer, name)
-        if not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a number, since all ranks compare it; got {value!r}")
+    _CLASSES[type(optimizer)].rule_type.check(optimizer, options)
     if keras.backend.backend() != "tensorflow":
         raise TypeError(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use hvd_onebit.torch with "
@@ -285,6 +285,8 @@ _Base: Any = object
 class _Distributed(_Base):
     """What is put over Keras's optimizer classes."""
 
+    rule_type: type[Rule] = AdamRule
+
     def __init__(self, *args: Any, onebit: _Settings | dict[str, Any] | None = None, **kwargs: Any) -> None:
         if onebit is None:
             raise TypeError(f"{type(self).__name__} is made by hvd_onebit.tensorflow.DistributedOptimizer")
@@ -305,12 +307,11 @@ class _Distributed(_Base):
 
     def momentum_of(self, index: int) -> tf.Variable:
         """The momentum of variable `index`."""
-        return native(self._momentums[index])
+        return self._engine.value.rule.momentum_of(index)
 
     def variance_of(self, index: int) -> tf.Variable:
         """What the update takes the root of."""
-        variances = self._velocity_hats if self.amsgrad else self._velocities
-        return native(variances[index])
+        return self._engine.value.rule.variance_of(index)
 
     def decoupled_weight_decay_of(self, variable: tf.Variable) -> float:
         """The weight decay that acts beside the update."""
@@ -367,6 +368,7 @@ class _Distributed(_Base):
         self._engine = _Untracked(
             CompressionEngine(
                 self,
+                self.rule_type(self, self._trainable_variables, settings.options),
                 self._trainable_variables,
                 settings.options,
                 transport,
@@ -423,7 +425,7 @@ class _Distributed(_Base):
             return tf.zeros(variable.shape, variable.dtype)
         if isinstance(gradient, tf.IndexedSlices) and not self._settings.value.sparse_as_dense:
             raise TypeError(
-                f"variable {variable.name!r} has a sparse gradient, which Adam cannot take: pass sparse_as_dense=True "
+                f"variable {variable.name!r} has a sparse gradient, which bits cannot carry: pass sparse_as_dense=True "
                 "to sum it into a dense one"
             )
         return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
@@ -506,6 +508,10 @@ class _Distributed(_Base):
         for mine, theirs in zip(self.variables, optimizer.variables, strict=False):
             mine.assign(theirs)
 
+    def own_variables(self) -> list[Any]:
+        """The variables that the plain optimizer does not have."""
+        return [] if self._engine.value is None else self._engine.value.own_variables
+
     def get_config(self) -> dict[str, Any]:
         """Keras's, with the arguments of DistributedOptimizer."""
         return {**super().get_config(), "onebit": self._settings.value.as_config()}
@@ -529,7 +535,7 @@ class _Distributed(_Base):
         errors = {name.removeprefix(_STORE_PREFIX): array for name, array in saved.items() if name not in plain}
         engine: CompressionEngine | None = self._engine.value
         variables = self.variables
-        own = [] if engine is None else [engine.table, engine.schedule]
+        own = self.own_variables()
         theirs = [v for v in variables if not any(v is mine for mine in own)]
         if len(plain) == len(theirs) and own and not errors:
             wanted = dict(zip(map(str, range(len(theirs))), theirs, strict=True))
@@ -566,10 +572,73 @@ class DistributedOneBitAdam(_Distributed, OneBitAdam):
     """OneBitAdam on Horovod; made by `DistributedOptimizer`."""
 
 
-_CLASSES: dict[type, Callable[..., Any]] = {
+@keras.saving.register_keras_serializable(package="hvd_onebit")
+class DistributedSGD(_Distributed, keras.optimizers.SGD):
+    """keras.optimizers.SGD with momentum on Horovod; made by `DistributedOptimizer`."""
+
+    rule_type = SgdRule
+
+
+@keras.saving.register_keras_serializable(package="hvd_onebit")
+class DistributedOneBitSGD(_Distributed, OneBitSGD):
+    """OneBitSGD on Horovod; made by `DistributedOptimizer`."""
+
+    rule_type = SgdRule
+
+
+class _DistributedLamb(_Distributed):
+    """What LAMB needs beside: norms that are the same on every rank, whatever its number of threads."""
+
+    rule_type = LambRule
+
+    def norm_of(self, tensor: tf.Tensor, variable: Any) -> tf.Tensor:
+        """The 2-norm of a tensor of `variable`'s shape, float64."""
+        engine: CompressionEngine | None = self._engine.value
+        if engine is None or engine.transport.size == 1 or not is_on_host([native(variable)]):
+            return super().norm_of(tensor, variable)
+        norm = on_host(
+            lambda values: np.float64(ordered_norm(values.reshape(-1))), [tensor], tf.float64, stateful=False
+        )
+        norm.set_shape([])
+        return norm
+
+
+@keras.saving.register_keras_serializable(package="hvd_onebit")
+class DistributedKerasLamb(_DistributedLamb, LambUpdate, keras.optimizers.Lamb):
+    """keras.optimizers.Lamb on Horovod; made by `DistributedOptimizer`."""
+
+    def own_variables(self) -> list[Any]:
+        """The variables that the plain optimizer does not have."""
+        return [self.lamb_table, *super().own_variables()]
+
+
+@keras.saving.register_keras_serializable(package="hvd_onebit")
+class DistributedLamb(_DistributedLamb, Lamb):
+    """hvd_onebit.tensorflow.Lamb on Horovod; made by `DistributedOptimizer`."""
+
+    def decoupled_weight_decay_of(self, variable: tf.Variable) -> float:
+        """None: it is part of the update."""
+        return 0.0
+
+
+@keras.saving.register_keras_serializable(package="hvd_onebit")
+class DistributedOneBitLamb(_DistributedLamb, OneBitLamb):
+    """OneBitLamb on Horovod; made by `DistributedOptimizer`."""
+
+    def decoupled_weight_decay_of(self, variable: tf.Variable) -> float:
+        """None: it is part of the update."""
+        return 0.0
+
+
+_CLASSES: dict[type, type[_Distributed]] = {
     keras.optimizers.Adam: DistributedAdam,
     keras.optimizers.AdamW: DistributedAdamW,
+    keras.optimizers.SGD: DistributedSGD,
+    keras.optimizers.Lamb: DistributedKerasLamb,
     OneBitAdam: DistributedOneBitAdam,
+    OneBitSGD: DistributedOneBitSGD,
+    Lamb: DistributedLamb,
+    OneBitLamb: DistributedOneBitLamb,
 }
 
 

@@ -23,22 +23,24 @@ from hvd_onebit.options import CompressionOptions, is_full_precision
 from hvd_onebit.rules import bias_correction
 from hvd_onebit.schedule import FreezeSchedule, delay_of, stride_of
 from hvd_onebit.stage import (
+    FROM_THE_START,
     FROZEN_STEP,
     VARIANCE_STEPS,
     WARM_SINCE,
+    any_frozen,
     first_frozen_step,
     freeze_ready,
     frozen_variance,
     must_thaw,
     new_table,
-    thaw_ratio,
 )
 from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats, ring_allreduce_bytes
-from hvd_onebit.tensorflow.buckets import DeviceBucket, ExchangedBucket, HostBucket, Inputs, Rule, Sent, on_host
+from hvd_onebit.tensorflow.buckets import DeviceBucket, ExchangedBucket, HostBucket, Inputs, Sent, on_host
 from hvd_onebit.tensorflow.codec import is_on_host
+from hvd_onebit.tensorflow.rules import Rule, native
 from hvd_onebit.tensorflow.transport import TensorTransport, split_frames
 
-__all__ = ["FORMAT_VERSION", "CompressionEngine"]
+__all__ = ["FORMAT_VERSION", "CompressionEngine", "native"]
 
 FORMAT_VERSION = 1
 
@@ -50,6 +52,7 @@ class CompressionEngine:
 
     Args:
         optimizer: one of the classes of `distributed.py`, with its variables built.
+        rule: how this kind of optimizer is compressed.
         variables: what it trains, in the order in which it was built on them.
         options: what the user chose.
         transport: among the ranks that train together.
@@ -61,6 +64,7 @@ class CompressionEngine:
     def __init__(
         self,
         optimizer: Any,
+        rule: Rule,
         variables: Sequence[Any],
         options: CompressionOptions,
         transport: TensorTransport,
@@ -72,6 +76,7 @@ class CompressionEngine:
         self.options = options
         self.stats = stats
         self.transport = transport
+        self.rule = rule
         self._optimizer = optimizer
         self._variables = [native(v) for v in variables]
         self._names = [getattr(v, "path", v.name) for v in variables]
@@ -82,14 +87,14 @@ class CompressionEngine:
             for i, v in enumerate(self._variables)
             if v.dtype.is_floating and not is_full_precision(self._names[i], self._sizes[i], options)
         ]
-        self._schedule = FreezeSchedule(options, optimizer.beta_2)
-        delay = delay_of(optimizer.beta_2)
+        self._schedule = FreezeSchedule(options, rule.memory)
+        delay = delay_of(rule.memory)
         with tf.init_scope():
             self.table = optimizer.add_variable((3, len(variables)), dtype="int64", name="onebit_stage")
             # highest_lr, last_rise, then (step, norm) pairs, as many as the schedule remembers
             length = 2 + 2 * (delay // stride_of(delay) + 1)
             self.schedule = optimizer.add_variable((length,), dtype="float64", name="onebit_schedule")
-        self._rule = _rule_of(optimizer, self._variables)
+        self.fresh = self._add_fresh() if rule.keeps_fresh else []
         self._buckets = self._make_buckets()
         sizes = [size * min(v.dtype.size, wire_bytes) for size, v in zip(self._sizes, self._variables, strict=True)]
         self._allreduce_bytes = [ring_allreduce_bytes(size, transport.size) for size in sizes]
@@ -98,6 +103,30 @@ class CompressionEngine:
         self._static_digest = digest(self._static_fields).hex()
         self._frozen_checksum: int | None = None
         self._told = False
+        if options.freeze_step == 0 and transport.size > 1:
+            self._start_compressed()
+
+    @property
+    def own_variables(self) -> list[Any]:
+        """The optimizer's variables that are there for the compression stage only."""
+        return [self.table, self.schedule, *self.fresh]
+
+    def _add_fresh(self) -> list[Any]:
+        """A variance that goes on after the freeze, one a variable."""
+        fresh = []
+        for i, v in enumerate(self._variables):
+            with tf.init_scope(), tf.device(v.device):
+                name = f"onebit_fresh_{i}"
+                fresh.append(self._optimizer.add_variable(tuple(v.shape), dtype="float32", name=name))
+        return fresh
+
+    def _start_compressed(self) -> None:
+        """Without a warm-up, for rules that have nothing to freeze."""
+        table = new_table(len(self._variables))
+        table[FROZEN_STEP, self._compressible] = FROM_THE_START
+        with tf.init_scope():
+            self.table.assign(table)
+        self._say_frozen(table, step=0)
 
     def _make_buckets(self) -> list[ExchangedBucket]:
         index_of = {self._key(i): i for i in self._compressible}
@@ -108,7 +137,7 @@ class CompressionEngine:
             on_cpu = is_on_host([self._variables[i] for i in members])
             kind: Any = HostBucket if on_cpu else DeviceBucket
             with tf.init_scope(), tf.device(None if on_cpu else self._variables[members[0]].device):
-                buckets.append(kind(bucket, members, self.transport, self.options, self._rule))
+                buckets.append(kind(bucket, members, self.transport, self.options, self.rule))
         return buckets
 
     def _key(self, index: int) -> str:
@@ -131,7 +160,7 @@ class CompressionEngine:
         table = tf.identity(native(self.table))
         agreed = self._agree(step, lr, table)
         with tf.control_dependencies([agreed]):
-            compresses = tf.reduce_any(table[FROZEN_STEP] > 0)
+            compresses = tf.reduce_any(table[FROZEN_STEP] != 0)
         finite = tf.cond(
             compresses,
             lambda: self._compression_step(gradients, step, lr, table),
@@ -165,8 +194,10 @@ class CompressionEngine:
         finite = tf.reduce_all(tf.stack([each.finite for each in sent] + [waiting_finite, self._all_finite(means)]))
 
         def commit() -> bool:
+            columns: dict[int, tf.Tensor] = {}
             for bucket, each, message in zip(self._buckets, inputs, sent, strict=True):
-                self._commit(bucket, each, message)
+                columns |= self._commit(bucket, each, message)
+            self._assign_scalars(columns)
             self._optimizer.plain_update(means, [self._variables[i] for i in full], clip=False)
             tf.cond(waits, lambda: self._update_waiting(waiting_means, table), lambda: False)
             return True
@@ -196,18 +227,34 @@ class CompressionEngine:
         return Inputs(
             gradients=flat,
             parameters=parameters,
-            momenta=[_flat(self._optimizer.momentum_of(i)) for i in members],
-            variances=[_flat(self._optimizer.variance_of(i)) for i in members],
+            momenta=[_flat(self.rule.momentum_of(i)) for i in members],
+            variances=[_flat(self.rule.variance_of(i)) for i in members] if self.rule.has_variance else [],
+            fresh=[_flat(native(self.fresh[i])) for i in members] if self.fresh else [],
             table=table,
+            scalars=self._scalars(),
             step=step,
             lr=lr,
         )
 
-    def _commit(self, bucket: ExchangedBucket, inputs: Inputs, sent: Sent) -> None:
-        parameters, momenta = bucket.commit(inputs, sent)
-        for i, x, m in zip(bucket.members, parameters, momenta, strict=True):
-            for variable, new in ((self._variables[i], x), (self._optimizer.momentum_of(i), m)):
-                variable.assign(tf.cast(tf.reshape(new, variable.shape), variable.dtype))
+    def _commit(self, bucket: ExchangedBucket, inputs: Inputs, sent: Sent) -> dict[int, tf.Tensor]:
+        """Writes what the bucket's variables become; their new columns of scalars."""
+        new = bucket.commit(inputs, sent)
+        members = bucket.members
+        variables = [self._variables[i] for i in members] + [self.rule.momentum_of(i) for i in members]
+        variables += [native(self.fresh[i]) for i in members] if self.fresh else []
+        for variable, value in zip(variables, [*new.parameters, *new.momenta, *new.fresh], strict=True):
+            variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
+        return dict(zip(members, new.columns, strict=False))
+
+    def _scalars(self) -> tf.Tensor:
+        scalars = self.rule.scalars
+        return tf.zeros([0, len(self._variables)], tf.float64) if scalars is None else tf.identity(scalars)
+
+    def _assign_scalars(self, columns: dict[int, tf.Tensor]) -> None:
+        scalars = self.rule.scalars
+        if scalars is not None and columns:
+            old = tf.unstack(tf.identity(scalars), axis=1)
+            scalars.assign(tf.stack([columns.get(i, column) for i, column in enumerate(old)], 1))
 
     # -- in full precision --
 
@@ -289,18 +336,16 @@ class CompressionEngine:
         for i, v in enumerate(self._variables):
             fields[f"parameter {i}"] = f"{self._key(i)} {tuple(v.shape)} {v.dtype.name}"
         fields["world size"] = self.transport.size
-        fields["beta_1"], fields["beta_2"] = self._rule.beta1, self._rule.beta2
-        fields["epsilon"] = self._rule.epsilon
-        fields["weight decay"] = sorted(set(self._rule.weight_decays))
+        fields.update(self.rule.fields())
         return fields
 
     def _dynamic_fields(self, step: Any, lr: Any, table: Any) -> dict[str, Any]:
-        first = first_frozen_step(table)
+        compressed = any_frozen(table)
         fields: dict[str, Any] = {
             "step": int(step),
-            "stage": COMPRESSION if first else WARM_UP,
+            "stage": COMPRESSION if compressed else WARM_UP,
             "lr": float(lr),
-            "frozen at steps": table[FROZEN_STEP].tolist() if first else [],
+            "frozen at steps": table[FROZEN_STEP].tolist() if compressed else [],
         }
         checksums = [bucket.checksum for bucket in self._buckets]
         if any(checksums):
@@ -321,7 +366,7 @@ class CompressionEngine:
 
     def _count_step(self, finite: Any, compresses: Any, step: Any, lr: Any, table: Any, schedule: Any) -> Any:
         self._frozen_checksum = None
-        frozen = table[FROZEN_STEP] > 0
+        frozen = table[FROZEN_STEP] != 0
         stage = COMPRESSION if compresses else WARM_UP
         if self.transport.size > 1:
             if compresses:
@@ -343,14 +388,14 @@ class CompressionEngine:
         return np.bool_(self._must_look(int(step) + 1, float(lr), table, schedule))
 
     def _must_look(self, step: int, lr: float, table: Any, schedule: Array) -> bool:
-        if first_frozen_step(table):
+        if any_frozen(table):
             return True
         if not self._schedule.is_automatic:
             return step >= int(self.options.freeze_step)
         latest = self.options.freeze_latest_step
         is_late = latest is not None and step >= latest
         # these are the steps at which the schedule takes notes
-        return is_late or lr > float(schedule[0]) or step % stride_of(delay_of(self._rule.beta2)) == 0
+        return is_late or lr > float(schedule[0]) or step % stride_of(delay_of(self.rule.memory)) == 0
 
     def _report_skip(self, step: int) -> None:
         in_a_row = self.stats.skipped_in_a_row
@@ -371,7 +416,7 @@ class CompressionEngine:
     # -- freezing ----------------------------------------------------------------------------------------------------
 
     def _freeze_when_due(self, step: tf.Tensor, lr: tf.Tensor, table: tf.Tensor) -> bool:
-        variances = [self._optimizer.variance_of(i) for i in self._compressible]
+        variances = [self.rule.variance_of(i) for i in self._compressible] if self.rule.has_variance else []
         flat = [_flat(v) for v in variances]
         given = [step, lr, table, native(self.schedule)]
         new_table, schedule, ready = on_host(self._decide, [*given, *flat], [tf.int64, tf.float64, tf.bool])
@@ -379,20 +424,42 @@ class CompressionEngine:
         native(self.schedule).assign(tf.ensure_shape(schedule, native(self.schedule).shape))
 
         def freeze() -> bool:
-            frozen = on_host(self._freeze, [step, new_table, ready, *flat], [tf.float32] * len(flat))
-            for variable, new in zip(variances, frozen, strict=True):
+            # also of rules without a variance, for what is counted and said
+            frozen = on_host(self._freeze, [step, new_table, ready, *flat], [tf.float32] * len(flat) + [tf.bool])
+            for i, variable, new in zip(self._compressible, variances, frozen, strict=False):
                 variable.assign(tf.cast(tf.reshape(new, variable.shape), variable.dtype))
+                if self.fresh:
+                    native(self.fresh[i]).assign(tf.reshape(new, variable.shape))
+            self._freeze_scalars(ready)
             return True
 
         tf.cond(tf.reduce_any(ready), freeze, lambda: False)
         return True
 
+    def _freeze_scalars(self, ready: tf.Tensor) -> None:
+        scalars = self.rule.scalars
+        if scalars is None:
+            return
+
+        def compute(ready: Any, table: Any, *momenta: Any) -> Any:
+            chosen = np.flatnonzero(ready)
+            indices = [self._compressible[i] for i in chosen]
+            return self.rule.frozen_scalars(indices, table, [momenta[i] for i in chosen])
+
+        momenta = [_flat(self.rule.momentum_of(i)) for i in self._compressible]
+        new = on_host(compute, [ready, tf.identity(scalars), *momenta], tf.float64)
+        scalars.assign(tf.ensure_shape(new, scalars.shape))
+
     def _decide(self, step: Any, lr: Any, table: Any, schedule: Any, *variances: Any) -> Any:
-        variance_of = dict(zip(self._compressible, variances, strict=True))
+        variance_of = dict(zip(self._compressible, variances, strict=False))
         self._schedule.load(_unpack_schedule(schedule))
         now = int(step) + 1
         waiting = [v for i, v in variance_of.items() if not table[FROZEN_STEP, i]]
-        correction = bias_correction(self._rule.beta2, now) if self._rule.bias_corrected else 1.0
+        correction = bias_correction(self.rule.memory, now) if self.rule.bias_corrected else 1.0
+
+        def norm() -> float:
+            return sum(float(v.sum(dtype=np.float64)) for v in waiting) / correction
+
         table, ready = freeze_ready(
             table,
             self._compressible,
@@ -400,17 +467,17 @@ class CompressionEngine:
             lr=float(lr),
             options=self.options,
             schedule=self._schedule,
-            has_variance=lambda i: bool(variance_of[i].any()),
-            variance_norm=lambda: sum(float(v.sum(dtype=np.float64)) for v in waiting) / correction,
+            has_variance=lambda i: i not in variance_of or bool(variance_of[i].any()),
+            variance_norm=norm if self.rule.has_variance else None,
         )
         mask = np.zeros(len(self._compressible), bool)
         mask[[self._compressible.index(i) for i in ready]] = True
         return table, _pack_schedule(self._schedule.state(), len(schedule)), mask
 
-    def _freeze(self, step: Any, table: Any, ready: Any, *variances: Any) -> list[Array]:
+    def _freeze(self, step: Any, table: Any, ready: Any, *variances: Any) -> list[Any]:
         frozen = []
         crc = 0
-        for variance, is_ready in zip(variances, ready, strict=True):
+        for variance, is_ready in zip(variances, ready, strict=False):
             if not is_ready:
                 frozen.append(variance.copy())
                 continue
@@ -420,13 +487,16 @@ class CompressionEngine:
             crc = zlib.crc32(new.tobytes(), crc)
             frozen.append(new)
         self._frozen_checksum = crc
+        self._say_frozen(table, step=int(step) + 1)
+        return [*frozen, np.bool_(True)]
+
+    def _say_frozen(self, table: Array, *, step: int) -> None:
         self.stats.frozen_step = first_frozen_step(table)
-        self.stats.step, self.stats.stage = int(step) + 1, COMPRESSION
-        self._count_elements(table[FROZEN_STEP] > 0)
+        self.stats.step, self.stats.stage = step, COMPRESSION
+        self._count_elements(table[FROZEN_STEP] != 0)
         if self.transport.rank == 0:
             full = [name for name, at in zip(self._names, table[FROZEN_STEP], strict=True) if not at]
             notices.frozen(self.stats, full)
-        return frozen
 
     # -- notices -----------------------------------------------------------------------------------------------------
 
@@ -441,7 +511,7 @@ class CompressionEngine:
         elif not self._compressible:
             notices.nothing_to_compress("every parameter is kept in full precision by full_precision or min_elements")
         elif self.stats.stage == WARM_UP:
-            notices.started(self.options.freeze_step, self._rule.beta2)
+            notices.started(self.options.freeze_step, self.rule.memory)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -471,21 +541,19 @@ class CompressionEngine:
         if must_thaw(table, step=step, size=self.transport.size, options=self.options):
             self._thaw(table, step)
             table = self.table.numpy()
-        first = first_frozen_step(table)
-        self.stats.frozen_step, self.stats.step = first, step
-        self.stats.stage = COMPRESSION if first else WARM_UP
-        self._count_elements(table[FROZEN_STEP] > 0)
+        compressed = any_frozen(table)
+        self.stats.frozen_step, self.stats.step = first_frozen_step(table), step
+        self.stats.stage = COMPRESSION if compressed else WARM_UP
+        self._count_elements(table[FROZEN_STEP] != 0)
         self._told = False
-        if arrays and first:
+        if arrays and compressed:
             self._restore_errors(arrays)
 
     def _thaw(self, table: Array, step: int) -> None:
         first = first_frozen_step(table)
         for i in np.flatnonzero(table[FROZEN_STEP]):
-            if self._rule.bias_corrected:
-                variance = self._optimizer.variance_of(i)
-                ratio = thaw_ratio(self._rule.beta2, step, int(table[VARIANCE_STEPS, i]))
-                variance.assign(tf.cast(tf.cast(variance, tf.float32) * np.float32(ratio), variance.dtype))
+            fresh = native(self.fresh[i]) if self.fresh else None
+            self.rule.thaw(i, step=step, variance_steps=int(table[VARIANCE_STEPS, i]), fresh=fresh)
         thawed = new_table(len(self._variables))
         thawed[WARM_SINCE] = table[WARM_SINCE]
         self.table.assign(thawed)
@@ -509,23 +577,8 @@ class CompressionEngine:
                 notices.dropped_errors(f"bucket {name} is exchanged in another way now")
 
 
-def native(variable: Any) -> Any:
-    """The tf.Variable inside a Keras variable; anything else as it is."""
-    return getattr(variable, "value", variable) if hasattr(variable, "path") else variable
-
-
 def _flat(tensor: Any) -> tf.Tensor:
     return tf.reshape(tf.cast(tf.convert_to_tensor(tensor), tf.float32), [-1])
-
-
-def _rule_of(optimizer: Any, variables: Sequence[Any]) -> Rule:
-    return Rule(
-        beta1=float(optimizer.beta_1),
-        beta2=float(optimizer.beta_2),
-        epsilon=float(optimizer.epsilon),
-        bias_corrected=bool(getattr(optimizer, "bias_correction", True)),
-        weight_decays=tuple(optimizer.decoupled_weight_decay_of(v) for v in variables),
-    )
 
 
 def _raise_disagreement(frames: Any) -> Any:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from hvd_onebit.options import options_from
 from hvd_onebit.rules import (
+    LambFactors,
     adam_step,
     adam_update,
     average_coefficient,
     bias_correction,
+    check_range,
     denominator,
     lamb_coefficient,
 )
@@ -161,15 +163,11 @@ class Lamb(torch.optim.Optimizer):
         coeff_beta: float = 0.9,
         **more_defaults: Any,
     ) -> None:
-        _check_range("lr", lr, 0.0)
-        _check_range("eps", eps, 0.0)
-        _check_range("weight_decay", weight_decay, 0.0)
+        check_range("lr", lr, 0.0)
+        check_range("eps", eps, 0.0)
+        check_range("weight_decay", weight_decay, 0.0)
         for i, beta in enumerate(betas):
-            _check_range(f"betas[{i}]", beta, 0.0, below=1.0)
-        _check_range("coeff_beta", coeff_beta, 0.0, below=1.0)
-        _check_range("min_coeff", min_coeff, 0.0)
-        if max_coeff < min_coeff:
-            raise ValueError(f"max_coeff ({max_coeff}) must not be below min_coeff ({min_coeff})")
+            check_range(f"betas[{i}]", beta, 0.0, below=1.0)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -183,6 +181,7 @@ class Lamb(torch.optim.Optimizer):
             **_FACTORS,
             **more_defaults,
         }
+        group_factors(defaults)  # raises for what is out of range
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -231,7 +230,7 @@ class Lamb(torch.optim.Optimizer):
         p.sub_(update * (float(group["lr"]) * (1.0 if coefficient is None else coefficient)))
 
 
-_FACTORS = {"factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
+_FACTORS = {name: getattr(LambFactors(), name) for name in ("factor_max", "factor_min", "factor_threshold")}
 
 
 class OneBitLamb(Lamb):
@@ -266,9 +265,6 @@ class OneBitLamb(Lamb):
         factor_threshold: float = 0.1,
         **options: Any,
     ) -> None:
-        if not 0.0 < factor_min <= factor_max:
-            raise ValueError(f"factor_min ({factor_min}) must be above 0 and not above factor_max ({factor_max})")
-        _check_range("factor_threshold", factor_threshold, 0.0, below=1.0)
         self.compression_options = options_from(options)
         super().__init__(
             params,
@@ -379,9 +375,3 @@ class ZeroOneAdam(_BiasedAdam):
         for group in self.param_groups:
             for key, setting in settings.items():
                 group.setdefault(key, setting)
-
-
-def _check_range(name: str, value: float, least: float, *, below: float | None = None) -> None:
-    if value < least or (below is not None and value >= below):
-        limit = f"at least {least}" if below is None else f"in [{least}, {below})"
-        raise ValueError(f"{name} must be {limit}, not {value!r}")

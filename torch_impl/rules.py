@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_onebit import kernels
 from hvd_onebit.exchange import CompressedAllreduce
+from hvd_onebit.fused import apply_adam, apply_momentum
 from hvd_onebit.layout import Bucket
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.rules import (
@@ -22,11 +22,13 @@ from hvd_onebit.rules import (
     LambFactors,
     adam_step,
     adam_update,
-    bias_correction,
+    check_sgd,
     denominator,
-    implied_gradient,
     lamb_factor,
     lamb_scalings,
+    lamb_step,
+    lamb_update,
+    ordered_norm,
     true_average,
 )
 from hvd_onebit.stage import thaw_ratio
@@ -187,22 +189,8 @@ class AdamRule:
         """Decodes and updates in one pass over memory."""
         numbers = numbers_of(bucket.group, state)
         variance = self._variance(bucket.group, state).view(-1).numpy()
-        parameter, momentum, pieces = _flat(bucket, index)
-        for messages, piece in pieces:
-            kernels.adam_apply(
-                messages,
-                piece.start,
-                parameter[piece.low : piece.high],
-                momentum[piece.low : piece.high],
-                variance[piece.low : piece.high],
-                num_elements=piece.num_elements,
-                block=piece.block,
-                step_size=numbers.step_size,
-                eps=numbers.eps,
-                variance_correction=numbers.variance_correction,
-                decay=numbers.decay,
-                hold=self.options.dead == "hold",
-            )
+        hold = self.options.dead == "hold"
+        apply_adam(bucket.exchange, *_flat(bucket, index), variance, numbers, hold=hold)
 
     def apply(
         self, group: Group, p: Tensor, state: State, momentum: Tensor, averaged: Tensor, name: str, stats: Stats
@@ -237,10 +225,7 @@ class SgdRule(AdamRule):
 
     def check_group(self, group: Group) -> None:
         super().check_group(group)
-        if not group["momentum"]:
-            raise ValueError("SGD without momentum has nothing to compress with error feedback: set momentum, e.g. 0.9")
-        if group["nesterov"]:
-            raise ValueError("nesterov=True needs the averaged gradient, which is not sent: use plain momentum")
+        check_sgd(momentum=group["momentum"], nesterov=group["nesterov"])
 
     def memory(self, group: Group) -> float:
         return float(group["momentum"])
@@ -276,18 +261,7 @@ class SgdRule(AdamRule):
         return is_plain(p)
 
     def apply_from_bits(self, bucket: CompressedBucket, index: int, state: State) -> None:
-        parameter, momentum, pieces = _flat(bucket, index)
-        for messages, piece in pieces:
-            kernels.momentum_apply(
-                messages,
-                piece.start,
-                parameter[piece.low : piece.high],
-                momentum[piece.low : piece.high],
-                num_elements=piece.num_elements,
-                block=piece.block,
-                step_size=float(bucket.group["lr"]),
-                decay=1.0,
-            )
+        apply_momentum(bucket.exchange, *_flat(bucket, index), step_size=float(bucket.group["lr"]))
 
     def apply(
         self, group: Group, p: Tensor, state: State, momentum: Tensor, averaged: Tensor, name: str, stats: Stats
@@ -365,37 +339,54 @@ class LambRule(AdamRule):
     def apply(
         self, group: Group, p: Tensor, state: State, momentum: Tensor, averaged: Tensor, name: str, stats: Stats
     ) -> None:
-        beta1, beta2 = group["betas"]
         factors = group_factors(group)
-        numbers = numbers_of(group, state)
-        gradient = implied_gradient(averaged, momentum, beta1)
-        variance, fresh = state["exp_avg_sq"], state["exp_avg_sq_fresh"]
-        fresh.mul_(beta2).add_(gradient.square() * (1.0 - beta2))
-        held = variance == 0 if self.options.dead == "hold" else None
-        momentum.copy_(averaged if held is None else torch.where(held, momentum, averaged))
-        root = denominator(variance, numbers, square_root)
-        corrected = group.get("bias_correction", True)
-        steps = int(state["step"])
-        fresh_correction = math.sqrt(bias_correction(beta2, steps)) if corrected else 1.0
-        ratio = root / (square_root(fresh) / fresh_correction + group["eps"])
-        if held is not None:
-            ratio = torch.where(held, 0.0, ratio)
-        direction = momentum / root / (bias_correction(beta1, steps) if corrected else 1.0)
-        decay = group["weight_decay"]
-        update = direction + p.float() * decay if decay else direction
-        if held is not None:
-            update = torch.where(held, 0.0, update)
+        new = lamb_update(
+            p.float(),
+            momentum,
+            averaged,
+            state["exp_avg_sq"],
+            state["exp_avg_sq_fresh"],
+            lamb_step(
+                betas=group["betas"],
+                eps=group["eps"],
+                step=int(state["step"]),
+                variance_steps=state[VARIANCE_STEPS],
+                bias_corrected=group.get("bias_correction", True),
+            ),
+            _Arrays(),
+            betas=group["betas"],
+            weight_decay=group["weight_decay"],
+            held=state["exp_avg_sq"] == 0 if self.options.dead == "hold" else None,
+        )
+        momentum.copy_(new.momentum)
+        state["exp_avg_sq_fresh"] = new.fresh
         state["last_factor"] = lamb_factor(
-            float(ratio.max()),
+            float(new.largest_ratio),
             state["last_factor"],
             factors,
-            direction_norm=norm(direction) if decay else None,
-            update_norm=norm(update) if decay else None,
+            direction_norm=new.direction_norm,
+            update_norm=new.update_norm,
         )
         average = true_average(state["coeff_average"], state["coeff_updates"], factors.coeff_beta)
         stats.trust_ratios[name] = TrustRatio(average, state["last_factor"])
         if p.requires_grad:
-            p.copy_(p.float() - update * (float(group["lr"]) * average * state["last_factor"]))
+            p.copy_(p.float() - new.update * (float(group["lr"]) * average * state["last_factor"]))
+
+
+class _Arrays:
+    """torch's operations for `lamb_update`."""
+
+    def sqrt(self, array: Tensor) -> Tensor:
+        return square_root(array)
+
+    def where(self, condition: Any, these: Any, others: Any) -> Tensor:
+        return torch.where(condition, these, others)
+
+    def largest(self, array: Tensor) -> Tensor:
+        return array.max()
+
+    def norm(self, array: Tensor) -> float:
+        return norm(array)
 
 
 def numbers_of(group: Group, state: State) -> AdamStep:
@@ -433,15 +424,7 @@ def norm(tensor: Tensor) -> float:
     """The 2-norm in float64, summed in one order whatever the number of threads, so that ranks agree to the bit."""
     if tensor.device.type != "cpu":
         return float(tensor.double().square().sum().sqrt())
-    flat = tensor.detach().float().reshape(-1).numpy()
-    total = 0.0
-    for start in range(0, len(flat), _NORM_CHUNK):
-        part = flat[start : start + _NORM_CHUNK].astype(np.float64)
-        total += float(np.square(part, out=part).sum())
-    return math.sqrt(total)
-
-
-_NORM_CHUNK = 1 << 16  # elements whose float64 copy stays in the cache
+    return ordered_norm(tensor.detach().float().reshape(-1).numpy())
 
 
 def _is_coupled(group: Group) -> bool:
@@ -449,12 +432,8 @@ def _is_coupled(group: Group) -> bool:
     return not group.get("decoupled_weight_decay", False)
 
 
-def _flat(bucket: CompressedBucket, index: int) -> tuple[Any, Any, list[tuple[list[Any], Any]]]:
+def _flat(bucket: CompressedBucket, index: int) -> tuple[int, Any, Any]:
+    """Where a parameter starts in the bucket, and its and its momentum's memory."""
     offset, size = bucket.bucket.offsets[index], bucket.bucket.sizes[index]
-    exchange = bucket.exchange
-    pieces = [
-        ([message.numpy() for message in exchange.messages(piece)], piece)
-        for piece in exchange.pieces(offset, offset + size)
-    ]
     parameter = bucket.parameters[index].detach().view(-1).numpy()
-    return parameter, bucket.momentum.numpy()[offset : offset + size], pieces
+    return offset, parameter, bucket.momentum.numpy()[offset : offset + size]
