@@ -48,7 +48,8 @@ setup(
             depends=["hvd_onebit/csrc/onebit.h"],
             include_dirs=["hvd_onebit/csrc"],
             # Contraction into fused multiply-adds would round differently from NumPy and from one machine to the next.
-            extra_compile_args=["-O3", "-std=c99", "-ffp-contract=off", "-fno-math-errno"],
+            extra_compile_args=["-O3", "-std=c99", "-ffp-contract=off", "-fno-math-errno", "-pthread"],
+            extra_link_args=["-pthread"],
             optional=not REQUIRE_NATIVE,
         )
     ],

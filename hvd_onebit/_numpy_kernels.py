@@ -2,7 +2,7 @@
 
 `hvd_onebit.kernels` checks every argument, then calls one of the four functions here or their native twins; they give
 the same bits, so the order of float32 operations is part of the contract. Arrays are worked through in chunks of whole
-blocks, so that temporaries stay small unless a single block is large.
+blocks, so that temporaries stay small unless a single block is large. `threads` has no effect here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hvd_onebit import wire
 
 _SUB_BLOCK = 2048  # elements whose sum is kept apart: part of the contract, see _sub_block_sums
-_LANES = 8
+_LANES = 32
 _CHUNK = 1 << 16  # elements worked on at a time: some temporaries of this size fit a second-level cache
 
 _Floats = NDArray[np.float32]
@@ -33,6 +33,7 @@ def compress(
     block: int,
     mean: bool,
     live: _Floats | None,
+    threads: int,
 ) -> None:
     """See `hvd_onebit.kernels.Kernels.compress`; `beta` and `one_minus_beta` are already rounded to float32."""
     beta32, one_minus_beta32 = np.float32(beta), np.float32(one_minus_beta)
@@ -54,6 +55,7 @@ def reduce(
     block: int,
     mean: bool,
     live: _Floats | None,
+    threads: int,
 ) -> None:
     """See `hvd_onebit.kernels.Kernels.reduce`."""
     compressor = _Compressor(num_elements, error, message, block, mean, live)
@@ -63,7 +65,7 @@ def reduce(
 
 
 @np.errstate(all="ignore")
-def average(messages: Sequence[_Bytes], values: _Floats, block: int, live: _Floats | None) -> None:
+def average(messages: Sequence[_Bytes], values: _Floats, block: int, live: _Floats | None, threads: int) -> None:
     """See `hvd_onebit.kernels.Kernels.average`."""
     for begin in range(0, values.size, _CHUNK):
         end = min(begin + _CHUNK, values.size)
@@ -86,6 +88,7 @@ def apply(
     variance_correction: float,
     decay: float,
     hold: bool,
+    threads: int,
 ) -> None:
     """See `hvd_onebit.kernels.Kernels.adam_apply`, and `momentum_apply` for variance None; the numbers are float32."""
     for begin in range(0, parameter.size, _CHUNK):
@@ -199,8 +202,8 @@ def _block_sums(z: _Floats, mean: bool) -> NDArray[np.float64]:
 def _sub_block_sums(z: _Floats, mean: bool) -> NDArray[np.float64]:
     """Sum of |z| or z*z over each row of at most _SUB_BLOCK elements.
 
-    Element i goes to float64 lane i % 8, in order, and the lanes are added as a tree: an order that plain C, registers
-    4 or 8 wide and this function can all keep. np.sum's order isn't specified, so the loop is written out.
+    Element i goes to float64 lane i % 32, in order, and the lanes are added as a tree: an order that plain C, registers
+    2, 4 or 8 wide and this function can all keep. np.sum's order isn't specified, so the loop is written out.
     """
     rows, width = z.shape
     lanes = np.zeros((rows, _LANES))
@@ -221,7 +224,7 @@ def _sub_block_sums(z: _Floats, mean: bool) -> NDArray[np.float64]:
         np.multiply(terms, terms, out=terms)
     for term in terms:
         lanes += term
-    quarters = lanes[:, :4] + lanes[:, 4:]
-    halves = quarters[:, :2] + quarters[:, 2:]
-    total: NDArray[np.float64] = halves[:, 0] + halves[:, 1]
-    return total
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hvd_onebit import kernels
+from hvd_onebit.threads import num_threads
 
 __all__ = ["Array", "Codec", "HostCodec"]
 
@@ -77,7 +78,13 @@ HostArray = npt.NDArray[Any]
 
 
 class HostCodec:
-    """The codec on NumPy arrays: the C kernels, or NumPy with the same results."""
+    """The codec on NumPy arrays: the C kernels, or NumPy with the same results.
+
+    `threads` is asked at each call how many threads it may use.
+    """
+
+    def __init__(self, threads: Callable[[], int] = num_threads) -> None:
+        self._threads = threads
 
     def zeros(self, num_elements: int) -> HostArray:
         return np.zeros(num_elements, np.float32)
@@ -97,7 +104,17 @@ class HostCodec:
         scale: str,
         live: HostArray | None,
     ) -> None:
-        kernels.compress(gradient, momentum, beta1, error, message, block=block, scale=scale, live=live)
+        kernels.compress(
+            gradient,
+            momentum,
+            beta1,
+            error,
+            message,
+            block=block,
+            scale=scale,
+            live=live,
+            threads=self._threads(),
+        )
 
     def reduce(
         self,
@@ -110,10 +127,19 @@ class HostCodec:
         scale: str,
         live: HostArray | None,
     ) -> None:
-        kernels.reduce(messages, error, message, num_elements=num_elements, block=block, scale=scale, live=live)
+        kernels.reduce(
+            messages,
+            error,
+            message,
+            num_elements=num_elements,
+            block=block,
+            scale=scale,
+            live=live,
+            threads=self._threads(),
+        )
 
     def average(self, messages: Sequence[HostArray], values: HostArray, *, block: int, live: HostArray | None) -> None:
-        kernels.average(messages, values, num_elements=len(values), block=block, live=live)
+        kernels.average(messages, values, num_elements=len(values), block=block, live=live, threads=self._threads())
 
     def scales_finite(self, messages: Sequence[HostArray], *, num_elements: int, block: int) -> bool:
         return kernels.scales_finite(messages, num_elements, block)

@@ -28,6 +28,7 @@ def apply_adam(
     numbers: AdamStep,
     *,
     hold: bool,
+    threads: int,
 ) -> None:
     """Adam's update, with the averaged momentum that `exchange` has accepted.
 
@@ -39,6 +40,7 @@ def apply_adam(
         variance: float32, shape (n,).
         numbers: of this step.
         hold: leave coordinates whose variance is 0 as they are.
+        threads: that the kernel may use.
     """
     for piece in exchange.pieces(offset, offset + len(parameter)):
         kernels.adam_apply(
@@ -54,6 +56,7 @@ def apply_adam(
             variance_correction=numbers.variance_correction,
             decay=numbers.decay,
             hold=hold,
+            threads=threads,
         )
 
 
@@ -65,6 +68,7 @@ def apply_momentum(
     *,
     step_size: float,
     decay: float = 1.0,
+    threads: int,
 ) -> None:
     """The update of SGD with momentum: parameter <- decay*parameter - step_size*m; arguments as in `apply_adam`."""
     for piece in exchange.pieces(offset, offset + len(parameter)):
@@ -77,4 +81,5 @@ def apply_momentum(
             block=piece.block,
             step_size=step_size,
             decay=decay,
+            threads=threads,
         )

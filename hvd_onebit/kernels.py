@@ -3,8 +3,9 @@
 Each works on flat float32 arrays and on messages as `hvd_onebit.wire` lays them out, in the native extension if it
 could be imported, else in NumPy with the same results, bit for bit. Environment variable HVD_ONEBIT_NATIVE=0 forces
 NumPy. Every float32 operation is rounded by itself, in the order that a docstring writes it, so that elementwise
-operations of any framework can reproduce it; scales too, up to the order of a float64 sum. All kernels run on the
-calling thread, and the native ones release the GIL.
+operations of any framework can reproduce it; scales too, up to the order of a float64 sum. The native kernels release
+the GIL and run on `threads` threads at most, the calling one included: as many as the array is worth, with the same
+results whatever their number. No thread outlives a call. `hvd_onebit.threads` says how many a rank may use.
 
 Arguments may be anything that NumPy can view without copying through the buffer protocol: arrays, memoryviews, a
 framework tensor's NumPy view. Float arrays are one-dimensional, contiguous float32; messages are uint8 and may lie at
@@ -50,7 +51,8 @@ __all__ = [
 SCALES = ("rms", "mean")
 """Kinds of scale: sqrt(sum(z*z) / d) of 1-bit Adam and 1-bit LAMB, sum(|z|) / d of 0/1 Adam."""
 
-_LEVELS = ("c", "avx2", "avx512")  # names of the native extension's levels, in its order
+_PART = 1 << 17  # elements that are worth a thread: starting one takes a tenth of the time that they do
+_MAX_THREADS = 64  # the native extension's limit
 
 _Floats: TypeAlias = NDArray[np.float32]
 _Bytes: TypeAlias = NDArray[np.uint8]
@@ -76,6 +78,7 @@ class _Backend(Protocol):
         block: int,
         mean: bool,
         live: _Floats | None,
+        threads: int,
         /,
     ) -> None: ...
 
@@ -88,10 +91,13 @@ class _Backend(Protocol):
         block: int,
         mean: bool,
         live: _Floats | None,
+        threads: int,
         /,
     ) -> None: ...
 
-    def average(self, messages: Sequence[_Bytes], values: _Floats, block: int, live: _Floats | None, /) -> None: ...
+    def average(
+        self, messages: Sequence[_Bytes], values: _Floats, block: int, live: _Floats | None, threads: int, /
+    ) -> None: ...
 
     def apply(
         self,
@@ -107,12 +113,13 @@ class _Backend(Protocol):
         variance_correction: float,
         decay: float,
         hold: bool,
+        threads: int,
         /,
     ) -> None: ...
 
 
 class Kernels:
-    """One implementation of the kernels; `name` says which: "numpy", "c", "avx2" or "avx512"."""
+    """One implementation of the kernels; `name` says which: "numpy", "c", "avx2", "avx512" or "neon"."""
 
     def __init__(self, name: str, backend: _Backend) -> None:
         self.name = name
@@ -132,6 +139,7 @@ class Kernels:
         block: SupportsIndex = wire.DEFAULT_BLOCK,
         scale: str = "rms",
         live: Floats | None = None,
+        threads: int = 1,
     ) -> None:
         """Fill `message` with the compressed momentum of this rank, and keep in `error` what compression lost.
 
@@ -156,6 +164,7 @@ class Kernels:
             scale: "rms" or "mean".
             live: float32, shape (n,). Elements where it's 0 are held: they take no part in scale, d and error, and
                 their bit is 1. None: all are live.
+            threads: the native kernels use so many at most.
 
         Raises:
             TypeError: an array isn't a buffer of the dtype above.
@@ -182,6 +191,7 @@ class Kernels:
             _clamped(block, num_elements),
             mean,
             live_,
+            _num_parts(threads, num_elements),
         )
 
     def reduce(
@@ -194,6 +204,7 @@ class Kernels:
         block: SupportsIndex = wire.DEFAULT_BLOCK,
         scale: str = "rms",
         live: Floats | None = None,
+        threads: int = 1,
     ) -> None:
         """Fill `message` with the compressed mean of `messages`, and keep in `error` what compression lost.
 
@@ -211,6 +222,7 @@ class Kernels:
             block: elements per scale.
             scale: "rms" or "mean".
             live: float32, shape (num_elements,), as in `compress`.
+            threads: as in `compress`.
 
         Raises:
             TypeError: an array isn't a buffer of the dtype above.
@@ -224,7 +236,8 @@ class Kernels:
         live_ = _optional_floats("live", live, num_elements)
         mean = _is_mean(scale)
         _check_apart({"error": error_, "message": message_}, {"live": live_, **_named(messages_)})
-        self._backend.reduce(messages_, error_, message_, num_elements, block, mean, live_)
+        parts = _num_parts(threads, num_elements)
+        self._backend.reduce(messages_, error_, message_, num_elements, block, mean, live_, parts)
 
     def average(
         self,
@@ -234,6 +247,7 @@ class Kernels:
         num_elements: SupportsIndex | None = None,
         block: SupportsIndex = wire.DEFAULT_BLOCK,
         live: Floats | None = None,
+        threads: int = 1,
     ) -> None:
         """Fill `values` with the mean of what `messages` decode to.
 
@@ -247,6 +261,7 @@ class Kernels:
             num_elements: length of `values`, to be checked against it.
             block: elements per scale.
             live: float32, shape (num_elements,); where it's 0, so is the value.
+            threads: as in `compress`.
 
         Raises:
             TypeError: an array isn't a buffer of the dtype above.
@@ -257,7 +272,7 @@ class Kernels:
         size, block = _counts(values_.size, block)
         live_ = _optional_floats("live", live, size)
         _check_apart({"values": values_}, {"live": live_, **_named(messages_)})
-        self._backend.average(messages_, values_, block, live_)
+        self._backend.average(messages_, values_, block, live_, _num_parts(threads, size))
 
     def decompress(
         self,
@@ -266,9 +281,10 @@ class Kernels:
         *,
         block: SupportsIndex = wire.DEFAULT_BLOCK,
         live: Floats | None = None,
+        threads: int = 1,
     ) -> None:
         """Fill `values` with what one message decodes to: exactly ±scale. Arguments and errors as in `average`."""
-        self.average([message], values, block=block, live=live)
+        self.average([message], values, block=block, live=live, threads=threads)
 
     def adam_apply(
         self,
@@ -285,6 +301,7 @@ class Kernels:
         variance_correction: float = 1.0,
         decay: float = 1.0,
         hold: bool = False,
+        threads: int = 1,
     ) -> None:
         """Decode a slice of the mean of `messages` straight into a step of Adam with a frozen variance.
 
@@ -310,6 +327,7 @@ class Kernels:
             variance_correction: divisor of that root: sqrt(1 - beta2**t), or 1.
             decay: factor of decoupled weight decay, 1 - lr * weight_decay.
             hold: leave parameter and momentum as they are where the variance is 0.
+            threads: as in `compress`.
 
         Raises:
             TypeError: an array isn't a buffer of the dtype above.
@@ -329,6 +347,7 @@ class Kernels:
             variance_correction=variance_correction,
             decay=decay,
             hold=hold,
+            threads=threads,
         )
 
     def momentum_apply(
@@ -342,6 +361,7 @@ class Kernels:
         block: SupportsIndex = wire.DEFAULT_BLOCK,
         step_size: float,
         decay: float = 1.0,
+        threads: int = 1,
     ) -> None:
         """Decode a slice of the mean of `messages` straight into a step of SGD with momentum.
 
@@ -362,6 +382,7 @@ class Kernels:
             block=block,
             step_size=step_size,
             decay=decay,
+            threads=threads,
         )
 
     def scales_finite(
@@ -401,6 +422,7 @@ class Kernels:
         variance_correction: float = 1.0,
         decay: float,
         hold: bool = False,
+        threads: int,
     ) -> None:
         messages_ = _messages(messages, num_elements, block)
         num_elements, block = _counts(num_elements, block)
@@ -426,14 +448,15 @@ class Kernels:
             _rounded(variance_correction),
             _rounded(decay),
             hold,
+            _num_parts(threads, parameter_.size),
         )
 
 
 def implementations() -> dict[str, Kernels]:
     """All implementations that this machine can run, by name, the plainest first: "numpy", then native ones.
 
-    "c" is the plain loop, "avx2" and "avx512" are there if the processor has them. With HVD_ONEBIT_NATIVE=0, or without
-    the extension, there is only "numpy".
+    "c" is the plain loop; "avx2" and "avx512", or "neon", are there if the processor has them. With
+    HVD_ONEBIT_NATIVE=0, or without the extension, there is only "numpy".
     """
     return dict(_implementations)
 
@@ -472,8 +495,8 @@ def _load_native() -> ModuleType | None:
 def _load_implementations(extension: ModuleType | None) -> dict[str, Kernels]:
     found = {"numpy": Kernels("numpy", _numpy_kernels)}
     if extension is not None:
-        for level in range(extension.max_level() + 1):
-            found[_LEVELS[level]] = Kernels(_LEVELS[level], _NativeBackend(extension, level))
+        for level, name in enumerate(extension.levels()):
+            found[name] = Kernels(name, _NativeBackend(extension, level))
     return found
 
 
@@ -558,6 +581,13 @@ def _counts(num_elements: SupportsIndex, block: SupportsIndex) -> tuple[int, int
 def _clamped(block: int, num_elements: int) -> int:
     """`block`, no larger than it matters: native code then needs no care about overflow."""
     return min(block, max(num_elements, 1))
+
+
+def _num_parts(threads: int, num_elements: int) -> int:
+    """How many threads share the work on so many elements, of those allowed."""
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    return max(1, min(threads, num_elements // _PART, _MAX_THREADS))
 
 
 def _rounded(number: float) -> float:

@@ -49,13 +49,15 @@ def oracle_scale(z: Sequence[float | None], scale: str) -> bytes:
     """Scale of the live elements of a block, with None for the held ones: float64 sums in the order of the contract."""
     total, count = 0.0, 0
     for begin in range(0, len(z), 2048):
-        lanes = [0.0] * 8
+        lanes = [0.0] * 32
         for i, value in enumerate(z[begin : begin + 2048]):
             if value is not None:
-                lanes[i % 8] += abs(value) if scale == "mean" else value * value
+                lanes[i % 32] += abs(value) if scale == "mean" else value * value
                 count += 1
-        a, b, c, d, e, f, g, h = lanes
-        total += ((a + e) + (c + g)) + ((b + f) + (d + h))
+        while len(lanes) > 1:
+            half = len(lanes) // 2
+            lanes = [a + b for a, b in zip(lanes[:half], lanes[half:], strict=True)]
+        total += lanes[0]
     if count == 0:
         return struct.pack("<f", 0.0)
     mean = total / count
@@ -290,13 +292,13 @@ def sums_that_need_the_order(rng: np.random.Generator, num_elements: int) -> Flo
     float64 ulp, 2**-29, is lost unless it was first added to another that is small.
     """
     values = np.zeros(num_elements, np.float32)
-    values[0], values[8] = 2.0**24, 1.0
-    small = rng.choice(num_elements - 9, rng.integers(1, 8), replace=False) + 9
+    values[0], values[32] = 2.0**24, 1.0
+    small = rng.choice(num_elements - 33, rng.integers(1, 8), replace=False) + 33
     values[small] = rng.choice(floats_of([0.3, 0.55, 0.8]), small.size) * np.float32(2.0**-29)
     return values
 
 
-@pytest.mark.parametrize("num_elements", [16, 64, 2048, 8192])
+@pytest.mark.parametrize("num_elements", [64, 256, 2048, 8192])
 def test_scales_are_summed_in_the_one_order(implementation: Kernels, num_elements: int) -> None:
     rng = np.random.default_rng(num_elements)
     orders_seen = set()
@@ -523,6 +525,76 @@ def test_implementations_agree_bit_for_bit(
                 assert result == expected
             else:
                 assert_same_bits(result, expected)
+
+
+# ---- threads ----
+
+
+@pytest.mark.parametrize("block", [1, 8, 100, 2048, 3000, 4104, 10**6])
+def test_threads_change_no_bit(implementation: Kernels, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(block)
+    num_elements = 20011
+    messages = draw_messages(rng, 3, num_elements, block)
+    gradient, momentum, error, parameter = rng.standard_normal((4, num_elements)).astype(np.float32)
+    gradient[7000] = np.inf
+    variance, live = np.abs(gradient), rng.choice(floats_of([0, 1]), num_elements)
+
+    def results(threads: int) -> list[bytes]:
+        found: list[Floats | Bytes] = []
+        for alive, scale in ((None, "rms"), (live, "mean")):
+            kept, message = error.copy(), new_message(num_elements, block)
+            options: dict[str, Any] = {"block": block, "scale": scale, "live": alive, "threads": threads}
+            implementation.compress(gradient, momentum, 0.9, kept, message, **options)
+            found += [kept.copy(), message.copy()]
+            implementation.reduce(messages, kept, message, num_elements=num_elements, **options)
+            found += [kept, message]
+            values = np.empty(num_elements, np.float32)
+            implementation.average(messages, values, block=block, live=alive, threads=threads)
+            found.append(values)
+        apply: dict[str, Any] = {"num_elements": num_elements, "block": block, "step_size": 0.1, "threads": threads}
+        x, m = parameter[5:].copy(), momentum[5:].copy()
+        implementation.adam_apply(messages, 5, x, m, variance[5:], eps=1e-3, hold=True, **apply)
+        found += [x.copy(), m.copy()]
+        implementation.momentum_apply(messages, 5, x, m, decay=0.9, **apply)
+        return [array.tobytes() for array in [*found, x, m]]
+
+    expected = results(1)
+    monkeypatch.setattr(kernels, "_PART", 10)
+    for threads in (2, 3, 7, 64):
+        assert results(threads) == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_add_sub_blocks_in_the_one_order(
+    implementation: Kernels, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_PART", 10)
+    z = np.zeros(8 * 2048, np.float32)
+    z[0], z[32] = 2.0**24, 1.0  # see sums_that_need_the_order
+    z[[5 * 2048, 6 * 2048, 7 * 2048]] = np.float32(0.55 * 2.0**-29)  # each lost by itself, not if added up first
+    message = new_message(z.size, z.size)
+    implementation.compress(z, None, 0.9, None, message, block=z.size, scale="mean", threads=threads)
+    assert message[:4].tobytes() == oracle_scale(z.tolist(), "mean")
+    assert message[:4].tobytes() != oracle_scale(z[::-1].tolist(), "mean")
+
+
+def test_threads_must_be_worth_it() -> None:
+    assert [kernels._num_parts(8, n) for n in (0, 1, 1 << 18, 1 << 19, 1 << 30)] == [1, 1, 2, 4, 8]
+    assert kernels._num_parts(1, 1 << 30) == 1
+    assert kernels._num_parts(1000, 1 << 30) == 64
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+        kernels._num_parts(0, 10)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+def test_no_thread_outlives_a_call(implementation: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_PART", 10)
+    before = set(os.listdir("/proc/self/task"))
+    ones, message = np.ones(10**5, np.float32), new_message(10**5, 2048)
+    for block in (2048, 10**5):
+        message = new_message(ones.size, block)
+        implementation.compress(ones, None, 0.9, None, message, block=block, threads=8)
+    assert set(os.listdir("/proc/self/task")) <= before
 
 
 # ---- arguments ----
@@ -758,7 +830,8 @@ def test_numbers_are_rounded_to_float32_without_a_warning(implementation: Kernel
 
 
 def test_functions_are_those_of_the_fastest_implementation() -> None:
-    assert list(IMPLEMENTATIONS) == ["numpy", "c", "avx2", "avx512"][: len(IMPLEMENTATIONS)]
+    order = ["numpy", "c", "neon"] if "neon" in IMPLEMENTATIONS else ["numpy", "c", "avx2", "avx512"]
+    assert list(IMPLEMENTATIONS) == order[: len(IMPLEMENTATIONS)]
     fastest = list(IMPLEMENTATIONS.values())[-1]
     for name in kernels.__all__:
         function = getattr(kernels, name)
@@ -817,7 +890,7 @@ def test_native_kernels_let_other_threads_run() -> None:
 
     def work() -> None:
         calls["begun"] = True
-        _kernels.compress(0, gradient, None, 0.9, 0.1, None, message, 1, False, None)
+        _kernels.compress(0, gradient, None, 0.9, 0.1, None, message, 1, False, None, 1)
         calls["ended"] = True
 
     interval = sys.getswitchinterval()
@@ -842,9 +915,20 @@ def test_the_extension_guards_memory_by_itself() -> None:
 
     def compress(level: int = 0, **spoilt: Any) -> None:
         sound = {"gradient": gradient, "momentum": None, "error": error, "message": message, "block": 8, "live": None}
+        sound["threads"] = 1
         a = sound | spoilt
         _kernels.compress(
-            level, a["gradient"], a["momentum"], 0.9, 0.1, a["error"], a["message"], a["block"], False, a["live"]
+            level,
+            a["gradient"],
+            a["momentum"],
+            0.9,
+            0.1,
+            a["error"],
+            a["message"],
+            a["block"],
+            False,
+            a["live"],
+            a["threads"],
         )
 
     compress()
@@ -861,6 +945,8 @@ def test_the_extension_guards_memory_by_itself() -> None:
         {"message": bytes(15)},
         {"error": bytes(80)},
         {"block": 0},
+        {"threads": 0},
+        {"threads": 65},
         {"gradient": bytes(79)},
         {"gradient": np.zeros(81, np.uint8)[1:]},
         {"gradient": np.ones(40, np.float32)[::2]},
@@ -870,15 +956,15 @@ def test_the_extension_guards_memory_by_itself() -> None:
 
     def apply(messages: Any, start: int, count: int = 20) -> None:
         x = np.ones(count, np.float32)
-        _kernels.apply(0, messages, start, x, x.copy(), None, 20, 8, 0.1, 0.0, 1.0, 1.0, False)
+        _kernels.apply(0, messages, start, x, x.copy(), None, 20, 8, 0.1, 0.0, 1.0, 1.0, False, 1)
 
     apply([message], 0)
     for messages, start, count in [([message], 1, 20), ([message], -1, 2), ([message], 21, 0), ([], 0, 20)]:
         with pytest.raises(ValueError, match=r"slice|one message"):
             apply(messages, start, count)
     with pytest.raises(ValueError, match="length"):
-        _kernels.reduce(0, [message, message[1:]], None, message.copy(), 20, 8, False, None)
+        _kernels.reduce(0, [message, message[1:]], None, message.copy(), 20, 8, False, None, 1)
     with pytest.raises(ValueError, match="length"):
-        _kernels.average(0, [message], np.ones(25, np.float32), 8, None)
+        _kernels.average(0, [message], np.ones(25, np.float32), 8, None, 1)
     with pytest.raises(TypeError):
-        _kernels.average(0, 5, np.ones(20, np.float32), 8, None)
+        _kernels.average(0, 5, np.ones(20, np.float32), 8, None, 1)

@@ -141,7 +141,7 @@ class HostBucket:
         self._options = options
         self._rule = rule
         self._exchange = CompressedAllreduce(
-            bucket, rank=transport.rank, size=transport.size, codec=HostCodec(), options=options
+            bucket, rank=transport.rank, size=transport.size, codec=HostCodec(codec.num_threads), options=options
         )
         self.bytes_sent = self._exchange.bytes_sent
         self._memory = _Memory(bucket.num_elements)
@@ -346,7 +346,7 @@ class DeviceBucket:
             bucket,
             rank=transport.rank,
             size=transport.size,
-            codec=HostCodec(),
+            codec=HostCodec(codec.num_threads),
             options=replace(options, error_feedback=False),
         )
         self.bytes_sent = self._layout.bytes_sent

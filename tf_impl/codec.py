@@ -11,9 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_onebit import threads
 from hvd_onebit.wire import num_blocks
 
-__all__ = ["average", "compress", "is_on_host", "scales_finite"]
+__all__ = ["average", "compress", "is_on_host", "num_threads", "scales_finite"]
 
 _BITS = tuple(1 << i for i in range(8))
 _NAN = float("nan")
@@ -22,6 +23,11 @@ _NAN = float("nan")
 def is_on_host(variables: Sequence[Any]) -> bool:
     """True when the core's kernels can work on all variables' memory."""
     return all("GPU" not in v.device.upper() and "TPU" not in v.device.upper() for v in variables)
+
+
+def num_threads() -> int:
+    """Threads that the core's kernels may use: TensorFlow's own for one operation at most, if it was told a number."""
+    return threads.num_threads(tf.config.threading.get_intra_op_parallelism_threads() or None)
 
 
 def compress(

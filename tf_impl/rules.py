@@ -36,6 +36,7 @@ from hvd_onebit.rules import (
 )
 from hvd_onebit.stage import FROZEN_STEP, VARIANCE_STEPS, thaw_ratio
 from hvd_onebit.stats import Stats, TrustRatio
+from hvd_onebit.tensorflow.codec import num_threads
 
 __all__ = [
     "COEFF_AVERAGE",
@@ -239,7 +240,8 @@ class AdamRule:
         numbers: Any,
     ) -> None:
         """Decodes and updates in one pass over memory."""
-        apply_adam(exchange, offset, parameter, momentum, variance, numbers, hold=self.options.dead == "hold")
+        hold = self.options.dead == "hold"
+        apply_adam(exchange, offset, parameter, momentum, variance, numbers, hold=hold, threads=num_threads())
 
 
 Rule = AdamRule
@@ -300,7 +302,9 @@ class SgdRule(AdamRule):
         variance: Floats,
         numbers: Any,
     ) -> None:
-        apply_momentum(exchange, offset, parameter, momentum, step_size=-1.0, decay=numbers.decay)
+        apply_momentum(
+            exchange, offset, parameter, momentum, step_size=-1.0, decay=numbers.decay, threads=num_threads()
+        )
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hvd_onebit import kernels
+from hvd_onebit import threads
 from hvd_onebit.codec import Codec, HostCodec
 from hvd_onebit.wire import num_blocks
 
-__all__ = ["CpuCodec", "DeviceCodec", "codec_for"]
+__all__ = ["CpuCodec", "DeviceCodec", "codec_for", "num_threads"]
+
+
+def num_threads() -> int:
+    """Threads that the core's kernels may use: `torch.get_num_threads()` at most."""
+    return threads.num_threads(torch.get_num_threads())
 
 
 def codec_for(device: torch.device) -> Codec[Tensor]:
@@ -26,7 +31,7 @@ class CpuCodec:
     """The core's kernels on the memory of CPU tensors."""
 
     def __init__(self) -> None:
-        self._host = HostCodec()
+        self._host = HostCodec(num_threads)
 
     def zeros(self, num_elements: int) -> Tensor:
         return torch.zeros(num_elements, dtype=torch.float32)
@@ -46,7 +51,7 @@ class CpuCodec:
         scale: str,
         live: Tensor | None,
     ) -> None:
-        kernels.compress(
+        self._host.compress(
             gradient.numpy(),
             _numpy(momentum),
             beta1,
@@ -68,7 +73,7 @@ class CpuCodec:
         scale: str,
         live: Tensor | None,
     ) -> None:
-        kernels.reduce(
+        self._host.reduce(
             [each.numpy() for each in messages],
             _numpy(error),
             message.numpy(),

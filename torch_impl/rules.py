@@ -33,7 +33,7 @@ from hvd_onebit.rules import (
 )
 from hvd_onebit.stage import thaw_ratio
 from hvd_onebit.stats import Stats, TrustRatio
-from hvd_onebit.torch.codec import codec_for
+from hvd_onebit.torch.codec import codec_for, num_threads
 from hvd_onebit.transport import Transport
 
 __all__ = [
@@ -190,7 +190,7 @@ class AdamRule:
         numbers = numbers_of(bucket.group, state)
         variance = self._variance(bucket.group, state).view(-1).numpy()
         hold = self.options.dead == "hold"
-        apply_adam(bucket.exchange, *_flat(bucket, index), variance, numbers, hold=hold)
+        apply_adam(bucket.exchange, *_flat(bucket, index), variance, numbers, hold=hold, threads=num_threads())
 
     def apply(
         self, group: Group, p: Tensor, state: State, momentum: Tensor, averaged: Tensor, name: str, stats: Stats
@@ -261,7 +261,8 @@ class SgdRule(AdamRule):
         return is_plain(p)
 
     def apply_from_bits(self, bucket: CompressedBucket, index: int, state: State) -> None:
-        apply_momentum(bucket.exchange, *_flat(bucket, index), step_size=float(bucket.group["lr"]))
+        step_size = float(bucket.group["lr"])
+        apply_momentum(bucket.exchange, *_flat(bucket, index), step_size=step_size, threads=num_threads())
 
     def apply(
         self, group: Group, p: Tensor, state: State, momentum: Tensor, averaged: Tensor, name: str, stats: Stats

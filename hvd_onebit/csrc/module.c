@@ -1,15 +1,65 @@
-/* CPython glue: buffers in, GIL released. Private to hvd_onebit/kernels.py, which checks dtypes, overlap and options with
- * messages fit for users; here only what keeps memory safe is checked again. */
+/* CPython glue: buffers in, GIL released, threads that live as long as a call. Private to hvd_onebit/kernels.py, which
+ * checks dtypes, overlap and options with messages fit for users; here only what keeps memory safe is checked again. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <pthread.h>
 
 #include "onebit.h"
+
+/* ---- Threads: made and joined in each call, so that a fork or an exit never meets one ---- */
+
+#define MAX_THREADS 64
+
+struct errand {
+    onebit_part *part;
+    const void *job;
+    size_t index;
+};
+
+static void *run_errand(void *argument) {
+    const struct errand *errand = argument;
+    errand->part(errand->job, errand->index);
+    return NULL;
+}
+
+/* A thread for each part but the first, which is for the caller, as is what no thread could be made for. */
+static void run_on_threads(onebit_part *part, const void *job, size_t num_parts) {
+    pthread_t threads[MAX_THREADS];
+    struct errand errands[MAX_THREADS];
+    size_t made = 1;
+    for (; made < num_parts; made++) {
+        const struct errand errand = {part, job, made};
+        errands[made] = errand;
+        if (pthread_create(&threads[made], NULL, run_errand, &errands[made]) != 0) break;
+    }
+    part(job, 0);
+    for (size_t index = made; index < num_parts; index++) part(job, index);
+    for (size_t index = 1; index < made; index++) pthread_join(threads[index], NULL);
+}
+
+/* Fills `team` for `threads` of them; n and block for what is to be compressed, n == 0 else. */
+static int make_team(struct onebit_team *team, int threads, Py_ssize_t n, Py_ssize_t block) {
+    if (threads < 1 || threads > MAX_THREADS) {
+        PyErr_Format(PyExc_ValueError, "threads must be 1 to %d, got %d", MAX_THREADS, threads);
+        return -1;
+    }
+    team->num_parts = (size_t)threads;
+    team->run = run_on_threads;
+    team->sums = NULL;
+    const size_t num_sums = threads == 1 ? 0 : onebit_num_sums((size_t)n, (size_t)block);
+    if (num_sums == 0) return 0;
+    team->sums = PyMem_Calloc(num_sums, sizeof *team->sums);
+    if (team->sums != NULL) return 0;
+    PyErr_NoMemory();
+    return -1;
+}
 
 /* ---- Buffers of one call ---- */
 
 #define MAX_ARRAYS 5
 
 struct call {
+    struct onebit_team team;
     Py_buffer arrays[MAX_ARRAYS], *messages;
     Py_ssize_t num_arrays, num_messages;
     const uint8_t **pointers;
@@ -20,6 +70,7 @@ static void release(struct call *call) {
     for (Py_ssize_t i = 0; i < call->num_messages; i++) PyBuffer_Release(&call->messages[i]);
     PyMem_Free(call->messages);
     PyMem_Free(call->pointers);
+    PyMem_Free(call->team.sums);
 }
 
 /* Bytes at *data, *num_bytes of them; NULL and -1 for None. */
@@ -116,30 +167,41 @@ static int check_level(int level) {
 
 /* ---- Functions ---- */
 
-static PyObject *py_max_level(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
-    return PyLong_FromLong((long)onebit_max_level());
+static PyObject *py_levels(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
+    const Py_ssize_t count = (Py_ssize_t)onebit_max_level() + 1;
+    PyObject *names = PyTuple_New(count);
+    for (Py_ssize_t level = 0; names != NULL && level < count; level++) {
+        PyObject *name = PyUnicode_FromString(onebit_level_name((enum onebit_level)level));
+        if (name == NULL) {
+            Py_CLEAR(names);
+        } else {
+            PyTuple_SET_ITEM(names, level, name);
+        }
+    }
+    return names;
 }
 
 static PyObject *py_compress(PyObject *Py_UNUSED(module), PyObject *args) {
-    int level, mean;
+    int level, mean, threads;
     PyObject *py_gradient, *py_momentum, *py_error, *py_message, *py_live, *result = NULL;
     float beta, one_minus_beta, *gradient, *momentum, *error, *live;
     Py_ssize_t block, count = -1;
     uint8_t *message;
     struct call call = {0};
-    if (!PyArg_ParseTuple(args, "iOOffOOnpO:compress", &level, &py_gradient, &py_momentum, &beta, &one_minus_beta,
-                          &py_error, &py_message, &block, &mean, &py_live))
+    if (!PyArg_ParseTuple(args, "iOOffOOnpOi:compress", &level, &py_gradient, &py_momentum, &beta, &one_minus_beta,
+                          &py_error, &py_message, &block, &mean, &py_live, &threads))
         return NULL;
     if (check_level(level) < 0 || check_counts(0, block) < 0 ||
         take_floats(&call, py_gradient, "gradient", 0, 0, &count, &gradient) < 0 ||
         take_floats(&call, py_momentum, "momentum", 0, 1, &count, &momentum) < 0 ||
         take_floats(&call, py_error, "error", PyBUF_WRITABLE, 1, &count, &error) < 0 ||
         take_floats(&call, py_live, "live", 0, 1, &count, &live) < 0 ||
-        take_message(&call, py_message, count, block, &message) < 0)
+        take_message(&call, py_message, count, block, &message) < 0 ||
+        make_team(&call.team, threads, count, block) < 0)
         goto done;
     Py_BEGIN_ALLOW_THREADS
     onebit_compress((enum onebit_level)level, gradient, momentum, beta, one_minus_beta, error, live, (size_t)count,
-                    (size_t)block, mean ? ONEBIT_MEAN : ONEBIT_RMS, message);
+                    (size_t)block, mean ? ONEBIT_MEAN : ONEBIT_RMS, message, &call.team);
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
 done:
@@ -148,24 +210,25 @@ done:
 }
 
 static PyObject *py_reduce(PyObject *Py_UNUSED(module), PyObject *args) {
-    int level, mean;
+    int level, mean, threads;
     PyObject *py_messages, *py_error, *py_message, *py_live, *result = NULL;
     float *error, *live;
     Py_ssize_t count, block;
     uint8_t *message;
     struct call call = {0};
-    if (!PyArg_ParseTuple(args, "iOOOnnpO:reduce", &level, &py_messages, &py_error, &py_message, &count, &block, &mean,
-                          &py_live))
+    if (!PyArg_ParseTuple(args, "iOOOnnpOi:reduce", &level, &py_messages, &py_error, &py_message, &count, &block, &mean,
+                          &py_live, &threads))
         return NULL;
     if (check_level(level) < 0 || check_counts(count, block) < 0 ||
         take_messages(&call, py_messages, count, block) < 0 ||
         take_floats(&call, py_error, "error", PyBUF_WRITABLE, 1, &count, &error) < 0 ||
         take_floats(&call, py_live, "live", 0, 1, &count, &live) < 0 ||
-        take_message(&call, py_message, count, block, &message) < 0)
+        take_message(&call, py_message, count, block, &message) < 0 ||
+        make_team(&call.team, threads, count, block) < 0)
         goto done;
     Py_BEGIN_ALLOW_THREADS
     onebit_reduce((enum onebit_level)level, call.pointers, (size_t)call.num_messages, error, live, (size_t)count,
-                  (size_t)block, mean ? ONEBIT_MEAN : ONEBIT_RMS, message);
+                  (size_t)block, mean ? ONEBIT_MEAN : ONEBIT_RMS, message, &call.team);
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
 done:
@@ -174,20 +237,21 @@ done:
 }
 
 static PyObject *py_average(PyObject *Py_UNUSED(module), PyObject *args) {
-    int level;
+    int level, threads;
     PyObject *py_messages, *py_values, *py_live, *result = NULL;
     float *values, *live;
     Py_ssize_t count = -1, block;
     struct call call = {0};
-    if (!PyArg_ParseTuple(args, "iOOnO:average", &level, &py_messages, &py_values, &block, &py_live)) return NULL;
+    if (!PyArg_ParseTuple(args, "iOOnOi:average", &level, &py_messages, &py_values, &block, &py_live, &threads))
+        return NULL;
     if (check_level(level) < 0 || check_counts(0, block) < 0 ||
         take_floats(&call, py_values, "values", PyBUF_WRITABLE, 0, &count, &values) < 0 ||
         take_floats(&call, py_live, "live", 0, 1, &count, &live) < 0 ||
-        take_messages(&call, py_messages, count, block) < 0)
+        take_messages(&call, py_messages, count, block) < 0 || make_team(&call.team, threads, 0, 1) < 0)
         goto done;
     Py_BEGIN_ALLOW_THREADS
     onebit_average((enum onebit_level)level, call.pointers, (size_t)call.num_messages, values, live, (size_t)count,
-                   (size_t)block);
+                   (size_t)block, &call.team);
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
 done:
@@ -196,21 +260,21 @@ done:
 }
 
 static PyObject *py_apply(PyObject *Py_UNUSED(module), PyObject *args) {
-    int level;
+    int level, threads;
     PyObject *py_messages, *py_parameter, *py_momentum, *py_variance, *result = NULL;
     float *parameter, *momentum, *variance;
     Py_ssize_t num_elements, block, start, count = -1;
     struct onebit_step step;
     struct call call = {0};
-    if (!PyArg_ParseTuple(args, "iOnOOOnnffffp:apply", &level, &py_messages, &start, &py_parameter, &py_momentum,
+    if (!PyArg_ParseTuple(args, "iOnOOOnnffffpi:apply", &level, &py_messages, &start, &py_parameter, &py_momentum,
                           &py_variance, &num_elements, &block, &step.step_size, &step.eps, &step.variance_correction,
-                          &step.decay, &step.hold))
+                          &step.decay, &step.hold, &threads))
         return NULL;
     if (check_level(level) < 0 || check_counts(num_elements, block) < 0 ||
         take_floats(&call, py_parameter, "parameter", PyBUF_WRITABLE, 0, &count, &parameter) < 0 ||
         take_floats(&call, py_momentum, "momentum", PyBUF_WRITABLE, 0, &count, &momentum) < 0 ||
         take_floats(&call, py_variance, "variance", 0, 1, &count, &variance) < 0 ||
-        take_messages(&call, py_messages, num_elements, block) < 0)
+        take_messages(&call, py_messages, num_elements, block) < 0 || make_team(&call.team, threads, 0, 1) < 0)
         goto done;
     if (start < 0 || start > num_elements || count > num_elements - start) {
         PyErr_SetString(PyExc_ValueError, "the slice reaches beyond the message");
@@ -218,7 +282,27 @@ static PyObject *py_apply(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     Py_BEGIN_ALLOW_THREADS
     onebit_apply((enum onebit_level)level, call.pointers, (size_t)call.num_messages, (size_t)num_elements,
-                 (size_t)block, (size_t)start, (size_t)count, parameter, momentum, variance, &step);
+                 (size_t)block, (size_t)start, (size_t)count, parameter, momentum, variance, &step, &call.team);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+done:
+    release(&call);
+    return result;
+}
+
+static PyObject *py_triad(PyObject *Py_UNUSED(module), PyObject *args) {
+    int level, threads;
+    PyObject *py_a, *py_b, *py_c, *result = NULL;
+    float *a, *b, *c, factor;
+    Py_ssize_t count = -1;
+    struct call call = {0};
+    if (!PyArg_ParseTuple(args, "iOOOfi:triad", &level, &py_a, &py_b, &py_c, &factor, &threads)) return NULL;
+    if (check_level(level) < 0 || take_floats(&call, py_a, "a", PyBUF_WRITABLE, 0, &count, &a) < 0 ||
+        take_floats(&call, py_b, "b", 0, 0, &count, &b) < 0 || take_floats(&call, py_c, "c", 0, 0, &count, &c) < 0 ||
+        make_team(&call.team, threads, 0, 1) < 0)
+        goto done;
+    Py_BEGIN_ALLOW_THREADS
+    onebit_triad((enum onebit_level)level, a, b, c, factor, (size_t)count, &call.team);
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
 done:
@@ -229,15 +313,16 @@ done:
 /* ---- Module ---- */
 
 static PyMethodDef methods[] = {
-    {"max_level", py_max_level, METH_NOARGS, "Highest level of vector instructions: 0 none, 1 AVX2, 2 AVX-512."},
+    {"levels", py_levels, METH_NOARGS, "Names of the levels of vector instructions that this processor has, \"c\" first."},
     {"compress", py_compress, METH_VARARGS,
-     "compress(level, gradient, momentum, beta, one_minus_beta, error, message, block, mean, live)"},
+     "compress(level, gradient, momentum, beta, one_minus_beta, error, message, block, mean, live, threads)"},
     {"reduce", py_reduce, METH_VARARGS,
-     "reduce(level, messages, error, message, num_elements, block, mean, live)"},
-    {"average", py_average, METH_VARARGS, "average(level, messages, values, block, live)"},
+     "reduce(level, messages, error, message, num_elements, block, mean, live, threads)"},
+    {"average", py_average, METH_VARARGS, "average(level, messages, values, block, live, threads)"},
     {"apply", py_apply, METH_VARARGS,
      "apply(level, messages, start, parameter, momentum, variance, num_elements, block, step_size, eps, "
-     "variance_correction, decay, hold)"},
+     "variance_correction, decay, hold, threads)"},
+    {"triad", py_triad, METH_VARARGS, "triad(level, a, b, c, factor, threads): a = b + factor * c"},
     {NULL, NULL, 0, NULL},
 };
 
