@@ -174,15 +174,14 @@ class _OneBitExchange:
 
     def __init__(self, options: CompressionOptions, gradient: Tensor) -> None:
         import horovod.torch as hvd
-        import torch
 
         from hvd_onebit.torch.codec import codec_for
         from hvd_onebit.torch.transport import HorovodTransport
 
-        self.values = torch.zeros_like(gradient)
         self._seconds = dict.fromkeys(SPLIT, 0.0)
         transport: Any = _Watched(HorovodTransport(hvd.global_process_set), self._seconds)
         codec: Any = _Clocked(codec_for(gradient.device), self._seconds)
+        self.values = codec.zeros(len(gradient))
         self._step: StepExchange[Any] = StepExchange(transport, Stats())
         self._parts: list[tuple[CompressedAllreduce[Any], Tensor, Tensor]] = []
         for start in range(0, len(gradient), options.bucket_elements):
@@ -196,10 +195,10 @@ class _OneBitExchange:
         for exchange, part, _ in self._parts:
             self._step.start(exchange, part, None, 0.0)
             self._step.progress()
-        if not self._step.finish():
-            raise OneBitError("the exchange met a value that is not finite")
-        for exchange, _, values in self._parts:
-            exchange.average(values)
+        for (exchange, is_finite), (_, _, values) in zip(self._step.arrivals(), self._parts, strict=True):
+            if not is_finite:
+                raise OneBitError("the exchange met a value that is not finite")
+            exchange.average(values)  # while later buckets are on the wire
         self._step.commit()
         self._seconds["other"] = time.perf_counter() - begin - sum(self._seconds.values())
 

@@ -1,6 +1,6 @@
 """The kernels in NumPy: the fallback, and the readable form of what csrc/onebit.c does.
 
-`hvd_onebit.kernels` checks every argument, then calls one of the four functions here or their native twins; they give
+`hvd_onebit.kernels` checks every argument, then calls one of the functions here or their native twins; they give
 the same bits, so the order of float32 operations is part of the contract. Arrays are worked through in chunks of whole
 blocks, so that temporaries stay small unless a single block is large. `threads` has no effect here.
 """
@@ -111,6 +111,15 @@ def apply(
                 m = np.where(moving, m, momentum[part])
         parameter[part] = x
         momentum[part] = m
+
+
+@np.errstate(all="ignore")
+def triad(a: _Floats, b: _Floats, c: _Floats, factor: float, threads: int) -> None:
+    """See `hvd_onebit.kernels.Kernels.triad`."""
+    for begin in range(0, a.size, _CHUNK):
+        part = slice(begin, begin + _CHUNK)
+        np.multiply(np.float32(factor), c[part], out=a[part])
+        np.add(b[part], a[part], out=a[part])
 
 
 class _Compressor:

@@ -1,7 +1,7 @@
 """Benchmarks behind `hvd-onebit bench`.
 
-`kernels` times the compute kernels on this machine, one thread, against copying the same floats in the same run: memory
-bandwidth is what bounds them, so that the ratio says how much is left to win and can be compared between machines.
+`kernels` times the compute kernels on this machine against memcpy and a triad, a = b + s*c, of the same floats in the
+same run. Memory bandwidth is what bounds them: the share of the triad's says how much is left to win, on any machine.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from hvd_onebit import kernels, wire
+from hvd_onebit.threads import num_threads
 
-__all__ = ["KernelsReport", "Machine", "add_arguments", "bench_kernels", "main", "this_machine"]
+__all__ = ["KernelsReport", "Machine", "Timing", "add_arguments", "bench_kernels", "main", "this_machine"]
+
+_Name = TypeVar("_Name")
 
 _RANKS = 8  # messages that the reduce kernel is given
 _NUMPY_NUM_ELEMENTS = 1 << 21  # enough to leave the caches; the fallback's time grows linearly from there
@@ -38,22 +43,34 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Median seconds of one kernel, and what it reads and writes, each array once.
+
+    Attributes:
+        triad_share: its bytes a second over those of the triad on as many threads.
+        speed_up: over the same kernel on one thread.
+    """
+
+    kernel: str
+    threads: int
+    seconds: float
+    num_bytes: int
+    triad_share: float
+    speed_up: float
+
+
+@dataclass(frozen=True)
 class KernelsReport:
-    """Median seconds of each kernel on `num_elements` elements; the NumPy ones are scaled from `numpy_num_elements`."""
+    """Timings on `num_elements` elements; those of NumPy, on one thread, are scaled from `numpy_num_elements`."""
 
     machine: Machine
     num_elements: int
     block: int
     repeats: int
     ranks: int
-    memcpy_seconds: float
-    compress_seconds: float
-    reduce_seconds: float
-    apply_seconds: float
+    timings: tuple[Timing, ...]
     numpy_num_elements: int
-    numpy_compress_seconds: float
-    numpy_reduce_seconds: float
-    numpy_apply_seconds: float
+    numpy_timings: tuple[Timing, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
         "kernels",
         help="time the compute kernels on this machine",
-        description="Time the compute kernels, one thread, against memcpy of the same floats in the same run.",
+        description="Time the compute kernels against memcpy and a triad, a = b + s*c, of the same floats.",
     )
     command.add_argument("--num-elements", type=_positive, default=1 << 25, metavar="N", help="default: %(default)s")
     command.add_argument("--repeats", type=_positive, default=9, metavar="R", help="default: %(default)s")
@@ -72,6 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=wire.DEFAULT_BLOCK,
         metavar="B",
         help="elements per scale; N or more for one scale; default: %(default)s",
+    )
+    command.add_argument(
+        "--threads",
+        type=_positive,
+        default=num_threads(),
+        metavar="T",
+        help="time them on T threads, too; default: what this process may use, %(default)s",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     command.set_defaults(run_bench=_main_kernels)
@@ -91,41 +115,69 @@ def this_machine() -> Machine:
     return Machine(_cpu_model(), cores, _fastest().name, np.__version__)
 
 
-def bench_kernels(num_elements: int, *, repeats: int = 9, block: int = wire.DEFAULT_BLOCK) -> KernelsReport:
-    """Time memcpy, compress, reduce of 8 messages, and adam_apply of one, on `num_elements` float32 each.
+def bench_kernels(
+    num_elements: int, *, repeats: int = 9, block: int = wire.DEFAULT_BLOCK, threads: int = 1
+) -> KernelsReport:
+    """Time memcpy, a triad, and the kernels on `num_elements` float32, on one thread and on `threads`.
 
     The repeats go round all of them, so that noise on the machine hits all alike. Memory: 24 bytes an element.
 
     Raises:
         ValueError: a number is less than 1.
     """
-    if min(num_elements, repeats) < 1:
-        raise ValueError(f"num_elements and repeats must be at least 1, got {num_elements} and {repeats}")
+    if min(num_elements, repeats, threads) < 1:
+        raise ValueError(
+            f"num_elements, repeats and threads must be at least 1, got {num_elements}, {repeats} and {threads}"
+        )
     numpy_num_elements = min(num_elements, _NUMPY_NUM_ELEMENTS)
-    numpy_kernels = kernels.implementations()["numpy"]
     tasks = _tasks(_fastest(), num_elements, block)
-    numpy_tasks = _tasks(numpy_kernels, numpy_num_elements, block)
-    del numpy_tasks["memcpy"]
-    medians = _interleaved_medians({**tasks, **{f"numpy_{name}": task for name, task in numpy_tasks.items()}}, repeats)
-    grown = num_elements / numpy_num_elements
+    numpy_tasks = _tasks(kernels.implementations()["numpy"], numpy_num_elements, block)
+    runs: dict[_Key, Callable[[], object]] = {}
+    for count in sorted({1, threads}):
+        for name, task in tasks.items():
+            if count == 1 or name != _MEMCPY:  # which knows no threads
+                runs["native", name, count] = partial(task.run, count)
+    for name, task in numpy_tasks.items():
+        runs["numpy", name, 1] = partial(task.run, 1)
+    medians = _interleaved_medians(runs, repeats)
     return KernelsReport(
         machine=this_machine(),
         num_elements=num_elements,
         block=block,
         repeats=repeats,
         ranks=_RANKS,
-        memcpy_seconds=medians["memcpy"],
-        compress_seconds=medians["compress"],
-        reduce_seconds=medians["reduce"],
-        apply_seconds=medians["apply"],
+        timings=_timings("native", tasks, medians, 1.0),
         numpy_num_elements=numpy_num_elements,
-        numpy_compress_seconds=grown * medians["numpy_compress"],
-        numpy_reduce_seconds=grown * medians["numpy_reduce"],
-        numpy_apply_seconds=grown * medians["numpy_apply"],
+        numpy_timings=_timings("numpy", numpy_tasks, medians, num_elements / numpy_num_elements),
     )
 
 
-def _tasks(chosen: kernels.Kernels, num_elements: int, block: int) -> dict[str, Callable[[], None]]:
+_Key = tuple[str, str, int]  # native or NumPy, kernel, threads
+_MEMCPY, _TRIAD = "memcpy", "triad"
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is timed: a function of the number of threads, and the bytes that it reads and writes."""
+
+    run: Callable[[int], object]
+    num_bytes: int
+
+
+def _timings(
+    backend: str, tasks: Mapping[str, _Task], medians: Mapping[_Key, float], grown: float
+) -> tuple[Timing, ...]:
+    found = []
+    for (of, name, threads), seconds in medians.items():
+        if of == backend:
+            work, triad = tasks[name].num_bytes, tasks[_TRIAD].num_bytes
+            share = work / seconds / (triad / medians[of, _TRIAD, threads])
+            speed_up = medians[of, name, 1] / seconds
+            found.append(Timing(name, threads, grown * seconds, round(grown * work), share, speed_up))
+    return tuple(found)
+
+
+def _tasks(chosen: kernels.Kernels, num_elements: int, block: int) -> dict[str, _Task]:
     """What is timed, by name, on memory that is allocated and touched here."""
     rng = np.random.default_rng(0)
     gradient = rng.standard_normal(num_elements, dtype=np.float32)
@@ -139,18 +191,18 @@ def _tasks(chosen: kernels.Kernels, num_elements: int, block: int) -> dict[str, 
     for one in messages:
         wire.scales_view(one, num_elements, block)[:] = 1.0
 
-    def memcpy() -> None:
-        np.copyto(target, gradient)
+    def compress(momentum: kernels.Floats | None, threads: int) -> None:
+        chosen.compress(gradient, momentum, 0.9, error, message, block=block, threads=threads)
 
-    def compress() -> None:
-        chosen.compress(gradient, momentum, 0.9, error, message, block=block)
+    def reduce(threads: int) -> None:
+        chosen.reduce(messages, error, message, num_elements=num_elements, block=block, threads=threads)
 
-    def reduce() -> None:
-        chosen.reduce(messages, error, message, num_elements=num_elements, block=block)
+    def average(threads: int) -> None:
+        chosen.average(messages[:2], target, block=block, threads=threads)
 
-    def apply() -> None:
+    def apply(threads: int) -> None:
         chosen.adam_apply(
-            messages[:1],
+            messages[:2],
             0,
             parameter,
             target,
@@ -159,14 +211,24 @@ def _tasks(chosen: kernels.Kernels, num_elements: int, block: int) -> dict[str, 
             block=block,
             step_size=1e-3,
             eps=1e-8,
+            threads=threads,
         )
 
-    return {"memcpy": memcpy, "compress": compress, "reduce": reduce, "apply": apply}
+    floats, bits = gradient.nbytes, message.nbytes
+    return {
+        _MEMCPY: _Task(lambda _: np.copyto(target, gradient), 2 * floats),
+        _TRIAD: _Task(lambda threads: chosen.triad(target, gradient, momentum, 0.5, threads=threads), 3 * floats),
+        "compress": _Task(partial(compress, None), 3 * floats + bits),
+        "compress, momentum": _Task(partial(compress, momentum), 4 * floats + bits),
+        f"reduce, {_RANKS} ranks": _Task(reduce, 2 * floats + (_RANKS + 1) * bits),
+        "average, 2 ranks": _Task(average, floats + 2 * bits),
+        "apply, 2 ranks": _Task(apply, 4 * floats + 2 * bits),
+    }
 
 
-def _interleaved_medians(tasks: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+def _interleaved_medians(tasks: Mapping[_Name, Callable[[], object]], repeats: int) -> dict[_Name, float]:
     """Median seconds of each task over `repeats` rounds through all of them, after one round that doesn't count."""
-    seconds: dict[str, list[float]] = {name: [] for name in tasks}
+    seconds: dict[_Name, list[float]] = {name: [] for name in tasks}
     for _ in range(repeats + 1):
         for name, task in tasks.items():
             begin = time.perf_counter()
@@ -176,7 +238,7 @@ def _interleaved_medians(tasks: Mapping[str, Callable[[], None]], repeats: int) 
 
 
 def _main_kernels(args: argparse.Namespace) -> int:
-    report = bench_kernels(args.num_elements, repeats=args.repeats, block=args.block)
+    report = bench_kernels(args.num_elements, repeats=args.repeats, block=args.block, threads=args.threads)
     if args.json:
         print(json.dumps(asdict(report), indent=2))
     else:
@@ -188,30 +250,25 @@ def _print_kernels(report: KernelsReport) -> None:
     machine = report.machine
     print(f"{machine.cpu}, {machine.cores} cores; kernels: {machine.kernels}; NumPy {machine.numpy}")
     print(
-        f"{report.num_elements} float32 elements in blocks of {report.block}, one thread, median of {report.repeats}; "
-        "GB/s counts an element's 4 bytes once"
+        f"{report.num_elements} float32 elements in blocks of {report.block}, median of {report.repeats}; "
+        "GB/s counts what is read and written, each array once"
     )
     if report.numpy_num_elements != report.num_elements:
         print(f"NumPy fallback: measured on {report.numpy_num_elements} elements and scaled up")
-    seconds = {
-        "memcpy": report.memcpy_seconds,
-        "compress": report.compress_seconds,
-        f"reduce, {report.ranks} ranks": report.reduce_seconds,
-        "apply": report.apply_seconds,
-        "NumPy compress": report.numpy_compress_seconds,
-        f"NumPy reduce, {report.ranks} ranks": report.numpy_reduce_seconds,
-        "NumPy apply": report.numpy_apply_seconds,
-    }
+    named = [(each.kernel, each) for each in report.timings]
+    named += [(f"NumPy {each.kernel}", each) for each in report.numpy_timings]
     rows = [
         (
             name,
-            f"{time_taken:.6f}",
-            f"{4e-9 * report.num_elements / time_taken:.2f}",
-            f"{time_taken / report.memcpy_seconds:.2f}",
+            str(each.threads),
+            f"{each.seconds:.6f}",
+            f"{1e-9 * each.num_bytes / each.seconds:.2f}",
+            f"{each.triad_share:.2f}",
+            f"{each.speed_up:.2f}",
         )
-        for name, time_taken in seconds.items()
+        for name, each in named
     ]
-    _print_table(("kernel", "seconds", "GB/s", "x memcpy"), rows)
+    _print_table(("kernel", "threads", "seconds", "GB/s", "of triad", "x 1 thread"), rows)
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

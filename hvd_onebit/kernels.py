@@ -65,7 +65,7 @@ Messages: TypeAlias = "_Bytes | Sequence[Message]"
 
 
 class _Backend(Protocol):
-    """What an implementation brings: four functions that get checked arrays and numbers already rounded to float32."""
+    """What an implementation brings: functions that get checked arrays and numbers already rounded to float32."""
 
     def compress(
         self,
@@ -116,6 +116,8 @@ class _Backend(Protocol):
         threads: int,
         /,
     ) -> None: ...
+
+    def triad(self, a: _Floats, b: _Floats, c: _Floats, factor: float, threads: int, /) -> None: ...
 
 
 class Kernels:
@@ -407,6 +409,25 @@ class Kernels:
                 total += message[:num_bytes].view("<f4")
         return bool(np.isfinite(total).all())
 
+    def triad(self, a: Floats, b: Floats, c: Floats, factor: float, *, threads: int = 1) -> None:
+        """A <- b + float32(factor) * c: a yardstick for the memory's speed, as in McCalpin's STREAM.
+
+        Args:
+            a: float32, shape (n,), overwritten.
+            b: float32, shape (n,).
+            c: float32, shape (n,).
+            factor: any number.
+            threads: as in `compress`.
+
+        Raises:
+            TypeError: an array isn't a buffer of the dtype above.
+            ValueError: an array's shape, layout, length or overlap isn't as above.
+        """
+        a_ = _floats("a", a, written=True)
+        b_, c_ = _floats("b", b, a_.size), _floats("c", c, a_.size)
+        _check_apart({"a": a_}, {"b": b_, "c": c_})
+        self._backend.triad(a_, b_, c_, _rounded(factor), _num_parts(threads, a_.size))
+
     def _apply(
         self,
         messages: Messages,
@@ -478,6 +499,9 @@ class _NativeBackend:
 
     def apply(self, *args: Any) -> None:
         self._extension.apply(self._level, *args)
+
+    def triad(self, *args: Any) -> None:
+        self._extension.triad(self._level, *args)
 
 
 def _load_native() -> ModuleType | None:

@@ -11,8 +11,7 @@ import pytest
 
 from hvd_onebit import bench, kernels
 
-SECONDS = ["memcpy_seconds", "compress_seconds", "reduce_seconds", "apply_seconds"]
-NUMPY_SECONDS = ["numpy_compress_seconds", "numpy_reduce_seconds", "numpy_apply_seconds"]
+KERNELS = ["compress", "compress, momentum", "reduce, 8 ranks", "average, 2 ranks", "apply, 2 ranks"]
 
 
 def run(*arguments: str) -> int:
@@ -22,10 +21,27 @@ def run(*arguments: str) -> int:
 
 
 def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("kernels", "--num-elements", "5000", "--repeats", "2", "--block", "100", "--json") == 0
+    arguments = ["--num-elements", "5000", "--repeats", "2", "--block", "100", "--threads", "3", "--json"]
+    assert run("kernels", *arguments) == 0
     report = json.loads(capsys.readouterr().out)
-    for name in SECONDS + NUMPY_SECONDS:
-        assert report[name] > 0
+    found = [(each["kernel"], each["threads"]) for each in report["timings"]]
+    assert found == [(name, threads) for threads in (1, 3) for name in ["memcpy", "triad", *KERNELS]][:7] + [
+        (name, 3) for name in ["triad", *KERNELS]
+    ]
+    assert [each["kernel"] for each in report["numpy_timings"]] == ["memcpy", "triad", *KERNELS]
+    for each in report["timings"] + report["numpy_timings"]:
+        assert min(each["seconds"], each["num_bytes"], each["triad_share"], each["speed_up"]) > 0
+        if each["kernel"] == "triad":
+            assert each["triad_share"] == 1
+    num_bytes = {each["kernel"]: each["num_bytes"] for each in report["timings"]}
+    message = 5000 // 8 + 4 * 50
+    assert num_bytes["memcpy"] == 40_000
+    assert num_bytes["triad"] == 60_000
+    assert num_bytes["compress"] == 60_000 + message
+    assert num_bytes["compress, momentum"] == 80_000 + message
+    assert num_bytes["reduce, 8 ranks"] == 40_000 + 9 * message
+    assert num_bytes["average, 2 ranks"] == 20_000 + 2 * message
+    assert num_bytes["apply, 2 ranks"] == 80_000 + 2 * message
     assert report["num_elements"] == report["numpy_num_elements"] == 5000
     assert report["block"] == 100
     assert report["repeats"] == 2
@@ -36,16 +52,35 @@ def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_table_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("kernels", "--num-elements", "3000", "--repeats", "1") == 0
+    assert run("kernels", "--num-elements", "3000", "--repeats", "1", "--threads", "2") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(f"NumPy {np.__version__}")
     assert lines[1].startswith("3000 float32 elements in blocks of 2048")
     assert "scaled" not in "".join(lines)
-    assert lines[2].split() == ["kernel", "seconds", "GB/s", "x", "memcpy"]
-    names = ["memcpy", "compress", "reduce, 8 ranks", "apply"]
-    names += ["NumPy compress", "NumPy reduce, 8 ranks", "NumPy apply"]
-    assert [line.rsplit(maxsplit=3)[0] for line in lines[3:]] == names
-    assert lines[3].split()[-1] == "1.00"
+    assert lines[2].split() == ["kernel", "threads", "seconds", "GB/s", "of", "triad", "x", "1", "thread"]
+    names = ["memcpy", "triad", *KERNELS, "triad", *KERNELS]
+    names += [f"NumPy {name}" for name in ["memcpy", "triad", *KERNELS]]
+    assert [line.rsplit(maxsplit=5)[0] for line in lines[3:]] == names
+    assert lines[4].split()[-2:] == ["1.00", "1.00"]
+
+
+def test_one_thread_is_timed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("kernels", "--num-elements", "100", "--repeats", "1", "--threads", "1", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [each["kernel"] for each in report["timings"]] == ["memcpy", "triad", *KERNELS]
+
+
+def test_shares_and_speed_ups_are_of_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {("triad", 1): 3.0, ("triad", 2): 2.0, ("compress, momentum", 1): 8.0, ("compress, momentum", 2): 5.0}
+    monkeypatch.setattr(
+        bench, "_interleaved_medians", lambda tasks, repeats: {key: seconds.get(key[1:], 1.0) for key in tasks}
+    )
+    report = bench.bench_kernels(2048 * 100, repeats=1, threads=2)
+    one, two = (each for each in report.timings if each.kernel == "compress, momentum")
+    work = (16 + 1 / 8 + 4 / 2048) / 12
+    assert one.triad_share == pytest.approx(work * 3 / 8)
+    assert two.triad_share == pytest.approx(work * 2 / 5)
+    assert (one.speed_up, two.speed_up) == (1.0, 1.6)
 
 
 def test_fallback_is_measured_on_fewer_elements_and_scaled(
@@ -55,8 +90,8 @@ def test_fallback_is_measured_on_fewer_elements_and_scaled(
     monkeypatch.setattr(bench, "_interleaved_medians", lambda tasks, repeats: dict.fromkeys(tasks, 2.0))
     report = bench.bench_kernels(5000, repeats=1)
     assert report.numpy_num_elements == 1000
-    assert {getattr(report, name) for name in SECONDS} == {2.0}
-    assert {getattr(report, name) for name in NUMPY_SECONDS} == {10.0}
+    assert {each.seconds for each in report.timings} == {2.0}
+    assert {each.seconds for each in report.numpy_timings} == {10.0}
     assert run("kernels", "--num-elements", "5000", "--repeats", "1") == 0
     assert "NumPy fallback: measured on 1000 elements and scaled up" in capsys.readouterr().out
 
@@ -86,7 +121,7 @@ def test_rounds_are_interleaved_and_the_first_is_not_counted(monkeypatch: pytest
     assert calls == ["a", "b"] * 4
 
 
-@pytest.mark.parametrize("option", ["--num-elements", "--repeats", "--block"])
+@pytest.mark.parametrize("option", ["--num-elements", "--repeats", "--block", "--threads"])
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
 def test_counts_that_make_no_sense_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
@@ -103,5 +138,5 @@ def test_a_benchmark_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_elements_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1, got 0 and 9"):
+    with pytest.raises(ValueError, match="at least 1, got 0, 9 and 1"):
         bench.bench_kernels(0)

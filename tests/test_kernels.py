@@ -282,6 +282,17 @@ def test_a_slice_of_an_apply_is_a_slice_of_the_whole(implementation: Kernels, st
         assert_same_bits(part, whole[start:6007])
 
 
+def test_triad_is_as_defined(implementation: Kernels) -> None:
+    rng = np.random.default_rng(0)
+    for num_elements in (0, 1, 2049, 5000):
+        b, c = rng.standard_normal((2, num_elements)).astype(np.float32)
+        a = np.full(num_elements, np.nan, np.float32)
+        implementation.triad(a, b, c, 0.3)
+        assert_same_bits(a, b + np.float32(0.3) * c)
+    with pytest.raises(ValueError, match="a is written in place and must not overlap c"):
+        implementation.triad(b, a, b, 1.0)
+
+
 # ---- the order of sums ----
 
 
@@ -556,6 +567,8 @@ def test_threads_change_no_bit(implementation: Kernels, block: int, monkeypatch:
         implementation.adam_apply(messages, 5, x, m, variance[5:], eps=1e-3, hold=True, **apply)
         found += [x.copy(), m.copy()]
         implementation.momentum_apply(messages, 5, x, m, decay=0.9, **apply)
+        implementation.triad(values, momentum, error, 0.3, threads=threads)
+        found.append(values)
         return [array.tobytes() for array in [*found, x, m]]
 
     expected = results(1)
