@@ -15,7 +15,7 @@ from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.layout import Bucket
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats, ring_allreduce_bytes
-from hvd_onebit.step import StepExchange
+from hvd_onebit.step import Inputs, StepExchange
 from hvd_onebit.torch.codec import codec_for
 from hvd_onebit.torch.transport import HorovodTransport
 
@@ -125,7 +125,7 @@ class _NaiveOneBitAdam(torch.optim.Adam):
 
     def _average_bits(self, gradient: Tensor) -> Tensor:
         in_flight = StepExchange(self._transport, self.stats)
-        in_flight.start(self._exchange, gradient, None, 0.0)
+        in_flight.start(self._exchange, Inputs.of(gradient))
         in_flight.finish()
         averaged = torch.empty_like(gradient)
         self._exchange.average(averaged)

@@ -21,7 +21,7 @@ from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.layout import Bucket
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.stats import Stats
-from hvd_onebit.step import StepExchange
+from hvd_onebit.step import Inputs, StepExchange
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -193,7 +193,7 @@ class _OneBitExchange:
     def run(self) -> None:
         begin = time.perf_counter()
         for exchange, part, _ in self._parts:
-            self._step.start(exchange, part, None, 0.0)
+            self._step.start(exchange, Inputs.of(part))
             self._step.progress()
         for (exchange, is_finite), (_, _, values) in zip(self._step.arrivals(), self._parts, strict=True):
             if not is_finite:

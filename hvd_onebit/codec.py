@@ -28,6 +28,15 @@ class Codec(Protocol[Array]):
         """A uint8 array."""
         ...
 
+    def concatenate(self, messages: Sequence[Array]) -> Array:
+        """Bytes end to end."""
+        ...
+
+    @property
+    def range_elements(self) -> int:
+        """As many elements as are worth an operation of their own, and few enough to stay in the cache."""
+        ...
+
     def compress(
         self,
         gradient: Array,
@@ -83,6 +92,8 @@ class HostCodec:
     `threads` is asked at each call how many threads it may use.
     """
 
+    range_elements = 1 << 18  # a megabyte
+
     def __init__(self, threads: Callable[[], int] = num_threads) -> None:
         self._threads = threads
 
@@ -91,6 +102,9 @@ class HostCodec:
 
     def empty_bytes(self, num_bytes: int) -> HostArray:
         return np.empty(num_bytes, np.uint8)
+
+    def concatenate(self, messages: Sequence[HostArray]) -> HostArray:
+        return np.concatenate(messages)
 
     def compress(
         self,

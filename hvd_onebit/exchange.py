@@ -12,14 +12,16 @@ sides). Whatever the algorithm, the result is computed from the same bytes on ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Generic
 
 from hvd_onebit.codec import Array, Codec
-from hvd_onebit.layout import Bucket, Chunk, cut_chunks
+from hvd_onebit.layout import Bucket, Chunk, Segment, cut_chunks
 from hvd_onebit.options import CompressionOptions
+from hvd_onebit.wire import message_num_bytes, message_ranges
 
 __all__ = ["CompressedAllreduce", "Piece"]
 
@@ -46,7 +48,10 @@ class CompressedAllreduce(Generic[Array]):
     """One bucket's mean over ranks, one bit an element, with error feedback.
 
     A step calls, in this order: `compress`, (the alltoall and `reduce`, if `is_two_phase`), the allgather, `accept`,
-    then `average` or the pieces; `rollback` undoes the step's change of the error feedback.
+    then `average` or the pieces, and `commit`; `rollback` undoes the step's change of the error feedback.
+
+    What a step gave is a scale and a sign bit an element. Kept as such by `commit(keep=True)`, it is the momentum that
+    the next step starts from, in an eighth of a byte an element for every message that was averaged.
 
     Attributes:
         worker_error: float32, shape (num_elements,): what this rank still owes; None without error feedback.
@@ -76,6 +81,7 @@ class CompressedAllreduce(Generic[Array]):
         self._received: Array | None = None
         self._reply: Array | None = None
         self._gathered: Array | None = None
+        self._kept: Array | None = None
         self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
 
     @property
@@ -108,28 +114,87 @@ class CompressedAllreduce(Generic[Array]):
         to_servers = sum(chunk.num_bytes for chunk in self._chunks) - self._own_chunk.num_bytes
         return to_servers + self._own_chunk.num_bytes * (self.size - 1)
 
-    def compress(self, gradient: Array, momentum: Array | None, beta1: float) -> Array:
+    def compress(self, gradient: Array, momentum: Array | None, beta1: float, *, from_kept: bool = False) -> Array:
         """The message to send of z = beta1*momentum + (1-beta1)*gradient + worker_error; the error becomes z - C(z).
 
-        `gradient` and `momentum` (float32, shape (num_elements,)) are not written. Blocks that hold a non-finite value
-        keep their error and get a non-finite scale.
+        `gradient` and `momentum` (float32, shape (num_elements,)) are not written. With `from_kept` the momentum is
+        what the last step gave, decoded on the way. Blocks that hold a non-finite value keep their error and get a
+        non-finite scale.
         """
         message = self._codec.empty_bytes(sum(chunk.num_bytes for chunk in self._chunks))
         for base, chunk in _with_bases(self._chunks):
             for segment in chunk.segments:
-                low, high = segment.start, segment.stop
-                self._codec.compress(
-                    gradient[low:high],
-                    _part(momentum, low, high),
-                    beta1,
-                    _part(self.worker_error, low, high),
-                    message[base + segment.byte_start : base + segment.byte_stop],
-                    block=segment.block,
-                    scale=self._scale,
-                    live=_part(self.live, low, high),
-                )
+                part = message[base + segment.byte_start : base + segment.byte_stop]
+                if from_kept:
+                    self._compress_from_kept(segment, gradient, beta1, part)
+                else:
+                    momenta = _part(momentum, segment.start, segment.stop)
+                    self._compress(segment, segment.start, segment.stop, gradient, momenta, beta1, part)
         self._sent = message
         return message
+
+    def _compress(
+        self,
+        segment: Segment,
+        low: int,
+        high: int,
+        gradient: Array,
+        momentum: Array | None,
+        beta1: float,
+        message: Array,
+    ) -> None:
+        self._codec.compress(
+            gradient[low:high],
+            momentum,
+            beta1,
+            _part(self.worker_error, low, high),
+            message,
+            block=segment.block,
+            scale=self._scale,
+            live=_part(self.live, low, high),
+        )
+
+    def _compress_from_kept(self, segment: Segment, gradient: Array, beta1: float, message: Array) -> None:
+        """A range at a time, so that the decoded momentum never leaves the cache."""
+        ranges = self._ranges(segment)
+        momentum = self._codec.zeros(max(high - low for low, high in ranges))
+        for low, high in ranges:
+            momenta = momentum[: high - low]
+            self._decode_kept(segment, low, high, momenta)
+            if len(ranges) == 1:
+                self._compress(segment, low, high, gradient, momenta, beta1, message)
+                continue
+            scales, bits = _message_ranges(segment, low, high)
+            part = self._codec.empty_bytes(message_num_bytes(high - low, segment.block))
+            self._compress(segment, low, high, gradient, momenta, beta1, part)
+            num_scale_bytes = scales.stop - scales.start
+            message[scales], message[bits] = part[:num_scale_bytes], part[num_scale_bytes:]
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether the last step's result was kept."""
+        return self._kept is not None
+
+    def kept(self, values: Array) -> None:
+        """Writes what the last step gave (float32, shape (num_elements,)), if it was kept."""
+        for chunk in self._chunks:
+            for segment in chunk.segments:
+                self._decode_kept(segment, segment.start, segment.stop, values[segment.start : segment.stop])
+
+    def _decode_kept(self, segment: Segment, low: int, high: int, values: Array) -> None:
+        assert self._kept is not None
+        (piece,) = self.pieces(segment.start, segment.stop)
+        messages = [self._kept[start:stop] for start, stop in piece.byte_ranges]
+        if high - low < segment.num_elements:
+            scales, bits = _message_ranges(segment, low, high)
+            messages = [self._codec.concatenate([message[scales], message[bits]]) for message in messages]
+        self._codec.average(messages, values, block=segment.block, live=_part(self.live, low, high))
+
+    def _ranges(self, segment: Segment) -> list[tuple[int, int]]:
+        step = math.lcm(segment.block, 8)
+        step *= max(1, self._codec.range_elements // step)
+        edges = [*range(segment.start, segment.stop, step), segment.stop]
+        return list(pairwise(edges))
 
     def reduce(self, received: Array) -> Array:
         """The reply of this rank as server: C(mean of all ranks' chunks + server_error)."""
@@ -183,9 +248,12 @@ class CompressedAllreduce(Generic[Array]):
             self._pieces[key] = tuple(self._find_pieces(start, stop))
         return self._pieces[key]
 
-    def rollback(self, gradient: Array, momentum: Array | None, beta1: float) -> None:
+    def rollback(self, gradient: Array, momentum: Array | None, beta1: float, *, from_kept: bool = False) -> None:
         """Puts the error feedback back to what it was before `compress`, to rounding; the same inputs as it got."""
         if self.worker_error is not None and self._sent is not None:
+            if from_kept:
+                momentum = self._codec.zeros(self.bucket.num_elements)
+                self.kept(momentum)
             given = gradient if momentum is None else momentum * beta1 + gradient * (1.0 - beta1)
             sent = self._codec.zeros(self.bucket.num_elements)
             for base, chunk in _with_bases(self._chunks):
@@ -198,10 +266,14 @@ class CompressedAllreduce(Generic[Array]):
             replied = self._codec.zeros(chunk.stop - chunk.start)
             self._decode(chunk, [self._reply], replied)
             self._codec.restore(self.server_error, replied, mean, _part(self.live, chunk.start, chunk.stop))
-        self.commit()
+        self._forget_step()
 
-    def commit(self) -> None:
-        """Forgets the step's messages."""
+    def commit(self, *, keep: bool = False) -> None:
+        """Forgets the step's messages, but for its result, if that is kept for the next step."""
+        self._kept = self._gathered if keep else None
+        self._forget_step()
+
+    def _forget_step(self) -> None:
         self._sent = self._received = self._reply = self._gathered = None
 
     def checksum_bytes(self) -> bytes:
@@ -249,6 +321,11 @@ def _with_bases(chunks: Sequence[Chunk]) -> list[tuple[int, Chunk]]:
     """Each chunk with the byte at which its message starts when all are laid end to end."""
     bases = (0, *accumulate(chunk.num_bytes for chunk in chunks))
     return list(zip(bases, chunks, strict=False))
+
+
+def _message_ranges(segment: Segment, low: int, high: int) -> tuple[slice, slice]:
+    first = segment.start
+    return message_ranges(segment.num_elements, segment.block, low - first, high - first)
 
 
 def _part(array: Array | None, low: int, high: int) -> Array | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic
 
@@ -11,7 +11,29 @@ from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.stats import Stats
 from hvd_onebit.transport import Pending, Transport
 
-__all__ = ["StepExchange"]
+__all__ = ["Inputs", "StepExchange"]
+
+
+@dataclass(frozen=True)
+class Inputs(Generic[Array]):
+    """What a bucket compresses: beta1*momentum + (1-beta1)*gradient.
+
+    Attributes:
+        gradient: gives float32, shape (num_elements,); asked once more if the step is rolled back.
+        momentum: the same shape; None for none, or if it's the result of the last step that the exchange has kept.
+        beta1: decay rate of the momentum.
+        from_kept: whether the momentum is that result.
+    """
+
+    gradient: Callable[[], Array]
+    momentum: Array | None = None
+    beta1: float = 0.0
+    from_kept: bool = False
+
+    @classmethod
+    def of(cls, gradient: Array, momentum: Array | None = None, beta1: float = 0.0) -> Inputs[Array]:
+        """Arrays that stay until the step's end."""
+        return cls(lambda: gradient, momentum, beta1)
 
 
 @dataclass
@@ -19,9 +41,7 @@ class _Flight(Generic[Array]):
     """One bucket's exchange: in its alltoall (`received`), then in its allgather (`gathered`)."""
 
     exchange: CompressedAllreduce[Array]
-    gradient: Array
-    momentum: Array | None
-    beta1: float
+    inputs: Inputs[Array]
     received: Pending[Array] | None
     gathered: Pending[Array] | None
 
@@ -34,12 +54,11 @@ class StepExchange(Generic[Array]):
         self._stats = stats
         self._flights: list[_Flight[Array]] = []
 
-    def start(
-        self, exchange: CompressedAllreduce[Array], gradient: Array, momentum: Array | None, beta1: float
-    ) -> None:
-        """Collective: compresses a bucket and starts its first collective; the arrays must stay until the end."""
-        message = exchange.compress(gradient, momentum, beta1)
-        flight = _Flight(exchange, gradient, momentum, beta1, None, None)
+    def start(self, exchange: CompressedAllreduce[Array], inputs: Inputs[Array]) -> None:
+        """Collective: compresses a bucket and starts its first collective."""
+        gradient = inputs.gradient()
+        message = exchange.compress(gradient, inputs.momentum, inputs.beta1, from_kept=inputs.from_kept)
+        flight = _Flight(exchange, inputs, None, None)
         if exchange.is_two_phase:
             name = f"{exchange.bucket.name}.alltoall"
             flight.received = self._transport.alltoall(message, *exchange.alltoall_bytes, name=name)
@@ -83,14 +102,16 @@ class StepExchange(Generic[Array]):
         name = f"{exchange.bucket.name}.allgather"
         flight.gathered = self._transport.allgather(message, exchange.allgather_bytes, name=name)
 
-    def commit(self) -> None:
-        """Forgets the step's messages: the error feedback stays as it has become."""
+    def commit(self, *, keep: bool = False) -> None:
+        """Forgets the step's messages, but for results if they are kept: the error feedback stays as it has become."""
         for flight in self._flights:
-            flight.exchange.commit()
+            flight.exchange.commit(keep=keep)
         self._flights.clear()
 
     def rollback(self) -> None:
         """Puts all error feedback back to what it was before the step, to rounding."""
         for flight in self._flights:
-            flight.exchange.rollback(flight.gradient, flight.momentum, flight.beta1)
+            inputs = flight.inputs
+            gradient = inputs.gradient()
+            flight.exchange.rollback(gradient, inputs.momentum, inputs.beta1, from_kept=inputs.from_kept)
         self._flights.clear()

@@ -32,6 +32,7 @@ __all__ = [
     "check_block",
     "check_message",
     "message_num_bytes",
+    "message_ranges",
     "num_blocks",
     "pack_signs",
     "scales_view",
@@ -142,6 +143,17 @@ def bits_view(
     """
     array = check_message(message, num_elements, block)
     return array[_SCALE.itemsize * num_blocks(num_elements, block) :]
+
+
+def message_ranges(num_elements: int, block: int, low: int, high: int) -> tuple[slice, slice]:
+    """Where elements [low, high) of a message stand in it: the bytes of their scales, and of their bits.
+
+    Laid end to end, these are a message of high - low elements. `low` is a multiple of the block and of 8, and so is
+    `high`, unless it is the end.
+    """
+    start = _SCALE.itemsize * num_blocks(num_elements, block)
+    scales = slice(_SCALE.itemsize * (low // block), _SCALE.itemsize * num_blocks(high, block))
+    return scales, slice(start + low // 8, start + _bits_num_bytes(high))
 
 
 def pack_signs(signs: NDArray[np.bool_]) -> NDArray[np.uint8]:

@@ -16,7 +16,7 @@ from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.layout import Bucket, Chunk
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.stats import COMPRESSION, Stats
-from hvd_onebit.step import StepExchange
+from hvd_onebit.step import Inputs, StepExchange
 from hvd_onebit.transport.local import LocalTransport, run_ranks
 from hvd_onebit.wire import message_num_bytes
 
@@ -43,7 +43,7 @@ class Worker:
         )
 
     def start(self, gradient: Array, momentum: Array | None = None, beta1: float = 0.0) -> None:
-        self.step.start(self.exchange, gradient, momentum, beta1)
+        self.step.start(self.exchange, Inputs.of(gradient, momentum, beta1))
 
     def mean(self) -> Array:
         values = np.empty(self.exchange.bucket.num_elements, np.float32)
@@ -387,7 +387,8 @@ def test_many_buckets_go_out_in_one_step_and_their_bytes_are_counted() -> None:
             for bucket in buckets
         ]
         for exchange in exchanges:
-            step.start(exchange, inputs(0, transport.rank, exchange.bucket.num_elements), None, 0.0)
+            gradient = inputs(0, transport.rank, exchange.bucket.num_elements)
+            step.start(exchange, Inputs.of(gradient))
         assert step.finish()
         results = [np.empty(exchange.bucket.num_elements, np.float32) for exchange in exchanges]
         for exchange, result in zip(exchanges, results, strict=True):
@@ -413,3 +414,65 @@ def test_the_checksum_bytes_are_equal_on_all_ranks() -> None:
         return worker.exchange.checksum_bytes()
 
     assert len(set(run_ranks(3, work))) == 1
+
+
+class SmallRanges(HostCodec):
+    """The codec with a cache of almost nothing, so that a segment takes many ranges."""
+
+    range_elements = 16
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all-live", "some-held"])
+@pytest.mark.parametrize("codec", [HostCodec(), SmallRanges()], ids=["one range", "small ranges"])
+@pytest.mark.parametrize("block", [1, 8, 12, 100, 2048, "tensor"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("size", RANKS)
+def test_a_kept_result_is_the_momentum_of_the_next_step(
+    size: int, algorithm: str, block: int | str, codec: HostCodec, masked: bool
+) -> None:
+    options = CompressionOptions(exchange=algorithm, block=block)
+
+    def work(transport: LocalTransport) -> None:
+        explicit, kept = Worker(transport, options), Worker(transport, options)
+        kept.exchange = CompressedAllreduce(BUCKET, rank=transport.rank, size=size, codec=codec, options=options)
+        for worker in (explicit, kept):
+            if masked:
+                worker.exchange.live = np.ones(BUCKET.num_elements, np.float32)
+                worker.exchange.live[::7] = 0
+        momentum = explicit.run(inputs(0, transport.rank))
+        kept.step.start(kept.exchange, Inputs.of(inputs(0, transport.rank)))
+        assert kept.step.finish()
+        assert not kept.exchange.has_kept
+        kept.step.commit(keep=True)
+        assert kept.exchange.has_kept
+        for step in range(1, 5):
+            gradient = inputs(step, transport.rank)
+            found = np.empty_like(momentum)
+            kept.exchange.kept(found)
+            np.testing.assert_array_equal(found.view(np.uint32), momentum.view(np.uint32))
+            kept.step.start(kept.exchange, Inputs(lambda gradient=gradient: gradient, None, 0.9, from_kept=True))
+            assert kept.step.finish()
+            before = explicit.errors()
+            momentum = explicit.run(gradient, momentum, 0.9)
+            for name, mine, theirs in zip(("worker", "server"), kept.errors(), explicit.errors(), strict=True):
+                np.testing.assert_array_equal(mine.view(np.uint32), theirs.view(np.uint32), err_msg=name)
+            if step == 2:  # taken back, and done again
+                kept.step.rollback()
+                assert kept.exchange.has_kept
+                for name, mine, theirs in zip(("worker", "server"), kept.errors(), before, strict=True):
+                    np.testing.assert_allclose(mine, theirs, atol=1e-4, err_msg=name)
+                for mine, theirs in (
+                    (kept.exchange.worker_error, before[0]),
+                    (kept.exchange.server_error, before[1]),
+                ):
+                    if mine is not None:
+                        mine[:] = theirs
+                kept.step.start(kept.exchange, Inputs(lambda gradient=gradient: gradient, None, 0.9, from_kept=True))
+                assert kept.step.finish()
+            kept.step.commit(keep=True)
+        kept.step.start(kept.exchange, Inputs.of(inputs(5, transport.rank)))
+        assert kept.step.finish()
+        kept.step.commit()
+        assert not kept.exchange.has_kept
+
+    run_ranks(size, work)

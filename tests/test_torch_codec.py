@@ -15,7 +15,7 @@ from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.layout import Bucket
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.stats import Stats
-from hvd_onebit.step import StepExchange
+from hvd_onebit.step import Inputs, StepExchange
 from hvd_onebit.torch.codec import CpuCodec, DeviceCodec, codec_for
 from hvd_onebit.torch.transport import HostTransport
 from hvd_onebit.transport.local import LocalTransport, run_ranks
@@ -171,7 +171,8 @@ def test_a_rank_on_a_device_and_ranks_on_the_host_understand_each_other(algorith
         )
         for seed in range(4):
             gradient = np.random.default_rng([seed, transport.rank]).normal(size=bucket.num_elements)
-            step.start(exchange, convert(gradient.astype(np.float32)), None, 0.0)
+            given = convert(gradient.astype(np.float32))
+            step.start(exchange, Inputs.of(given))
             assert step.finish()
             values = codec.zeros(bucket.num_elements)
             exchange.average(values)

@@ -30,6 +30,8 @@ def codec_for(device: torch.device) -> Codec[Tensor]:
 class CpuCodec:
     """The core's kernels on the memory of CPU tensors."""
 
+    range_elements = HostCodec.range_elements
+
     def __init__(self) -> None:
         self._host = HostCodec(num_threads)
 
@@ -39,6 +41,9 @@ class CpuCodec:
 
     def empty_bytes(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def concatenate(self, messages: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(messages))
 
     def compress(
         self,
@@ -110,6 +115,8 @@ def _numpy(tensor: Tensor | None):  # type: ignore[no-untyped-def]
 class DeviceCodec:
     """The same as torch ops, for any device torch has."""
 
+    range_elements = 1 << 22  # enough to hide what starting an operation costs
+
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._bits = torch.arange(8, dtype=torch.uint8, device=self._device)
@@ -119,6 +126,9 @@ class DeviceCodec:
 
     def empty_bytes(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def concatenate(self, messages: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(messages))
 
     def compress(
         self,

@@ -339,6 +339,21 @@ class _OneBitMethods:
             if settings.transport is None:
                 self._transport.named_by(lambda: _next_name(settings.process_set))
 
+    @property
+    def state(self) -> Any:
+        """As torch's: the optimizer's tensors by parameter.
+
+        In the compression stage the momentum is kept as bits; whoever looks gets it as float32, until the next step.
+        """
+        engine = self.__dict__.get("_onebit")
+        if engine is not None:
+            engine.expand_momentum()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
     def _inherited(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._onebit_inherited[name](self, *args, **kwargs)  # type: ignore[attr-defined]
 

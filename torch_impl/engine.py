@@ -13,15 +13,24 @@ from torch import Tensor
 from hvd_onebit import notices
 from hvd_onebit.agreement import Agreement, digest
 from hvd_onebit.errors import OneBitError, too_many_skips
-from hvd_onebit.layout import make_buckets
+from hvd_onebit.layout import Bucket, make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
 from hvd_onebit.rules import bias_correction
 from hvd_onebit.schedule import FreezeSchedule
 from hvd_onebit.stage import frozen_variance
 from hvd_onebit.state import share_errors, take_shared_errors
 from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats
-from hvd_onebit.step import StepExchange
-from hvd_onebit.torch.rules import FROZEN_STEP, NOT_FROZEN, VARIANCE_STEPS, WARM_SINCE, AdamRule, CompressedBucket
+from hvd_onebit.step import Inputs, StepExchange
+from hvd_onebit.torch.codec import codec_for
+from hvd_onebit.torch.rules import (
+    FROZEN_STEP,
+    NOT_FROZEN,
+    VARIANCE_STEPS,
+    WARM_SINCE,
+    AdamRule,
+    CompressedBucket,
+    Workspace,
+)
 from hvd_onebit.transport import Transport
 
 __all__ = ["FORMAT_VERSION", "SCHEDULE", "CompressionEngine", "Engine", "all_finite", "floor_variance"]
@@ -77,6 +86,7 @@ class Engine:
         self._bucket_of: dict[Tensor, CompressedBucket] = {}
         self._in_flight: StepExchange[Tensor] = StepExchange(transport, self.stats)
         self._finite = True
+        self._steps_itself = False  # the optimizer's own step is running
         self._static_digest: bytes | None = None
         self._restorable_errors: dict[str, Any] = {}
         self._restores_shared = False
@@ -116,8 +126,10 @@ class Engine:
             for p in group["params"]:
                 state = self._states()[p]
                 if p.requires_grad:
+                    packed = p in self._bucket_of and self._bucket_of[p].momentum is None
                     for key, value in self._rule.new_state(group, p).items():
-                        state.setdefault(key, value)
+                        if not (packed and key == self._rule.momentum_key):
+                            state.setdefault(key, value)
                 if state:
                     state.setdefault(FROZEN_STEP, NOT_FROZEN)
                     state.setdefault(VARIANCE_STEPS, 0)
@@ -140,7 +152,8 @@ class Engine:
         self._optimizer.param_groups[0][CHECKSUMS] = checksums
 
     def _states(self) -> dict[Any, dict[str, Any]]:
-        states: dict[Any, dict[str, Any]] = self._optimizer.state
+        # past the optimizer's property of this name, which asks for `expand_momentum`
+        states: dict[Any, dict[str, Any]] = self._optimizer.__dict__["state"]
         return states
 
     def _frozen_step_of(self, p: Tensor) -> int:
@@ -230,9 +243,11 @@ class Engine:
             p.grad = None
         for group in self._optimizer.param_groups:
             self._rule.before_first_step(group, [self._states()[p] for p in group["params"] if p.grad is not None])
+        self._steps_itself = True
         try:
             full_precision_step()
         finally:
+            self._steps_itself = False
             for p, gradient in hidden:
                 p.grad = gradient
         if not self._rule.counts_own_steps:
@@ -287,11 +302,29 @@ class Engine:
                 prefix=f"group{index}.step{step}.{device}",
             )
             group = self._optimizer.param_groups[index]
-            new[key] = [
-                CompressedBucket(bucket, [by_name[n] for n in bucket.parameters], group, self._transport, self.options)
-                for bucket in buckets
-            ]
+            new[key] = [self._new_bucket(b, [by_name[n] for n in b.parameters], group) for b in buckets]
         return new
+
+    def _new_bucket(self, bucket: Bucket, parameters: Sequence[Tensor], group: Group) -> CompressedBucket:
+        workspace = self._workspace_on(parameters[0].device)
+        return CompressedBucket(bucket, parameters, group, self._transport, self.options, workspace)
+
+    def _workspace_on(self, device: torch.device) -> Workspace:
+        """Memory for a new bucket to work in."""
+        return Workspace(codec_for(device))
+
+    @torch.no_grad()
+    def expand_momentum(self) -> None:
+        """Puts momentum that is kept as bits back into the optimizer's state, as float32, until the next step."""
+        if self._steps_itself:
+            return
+        for bucket in self._all_buckets():
+            if bucket.momentum is None:
+                momentum = bucket.codec.zeros(bucket.bucket.num_elements)
+                self._rule.decode_momentum(bucket, momentum, self._states())
+                bucket.momentum = momentum
+                for p, view in zip(bucket.parameters, bucket.views(momentum), strict=True):
+                    self._states()[p][self._rule.momentum_key] = view
 
     @torch.no_grad()
     def _adopt(self, new: Mapping[BucketKey, list[CompressedBucket]]) -> None:
@@ -299,6 +332,7 @@ class Engine:
         for buckets in new.values():
             for bucket in buckets:
                 variance_key = self._rule.variance_key(bucket.group)
+                assert bucket.momentum is not None
                 for p, view in zip(bucket.parameters, bucket.views(bucket.momentum), strict=True):
                     state = self._states()[p]
                     if state[self._rule.momentum_key] is not None:
@@ -537,9 +571,16 @@ class CompressionEngine(Engine):
         self._samples: list[float] = []
         self._started: set[CompressedBucket] = set()  # looked up only, never iterated
         self._arrived: set[Tensor] = set()
+        self._workspaces: dict[torch.device, Workspace] = {}
         super().__init__(*args, **kwargs)
         if self.options.freeze_step == 0 and self.step == 0 and self._transport.size > 1:
             self._freeze(self._compressible(), 0)
+
+    def _workspace_on(self, device: torch.device) -> Workspace:
+        # one for all buckets: each is compressed, and decoded, at once
+        if device not in self._workspaces:
+            self._workspaces[device] = super()._workspace_on(device)
+        return self._workspaces[device]
 
     def gradient_is_ready(self, p: Tensor) -> None:
         """Called by backward for a compressed parameter: a bucket that is now full starts on its way."""
@@ -572,10 +613,21 @@ class CompressionEngine(Engine):
     @torch.no_grad()
     def _start(self, bucket: CompressedBucket) -> None:
         self._started.add(bucket)
-        bucket.gather(self._gradient_scale / self._loss_scale())
-        momentum, beta1 = self._rule.prepare(bucket, self._states())
-        self._in_flight.start(bucket.exchange, bucket.values, momentum, beta1)
+        gradient_scale = self._gradient_scale / self._loss_scale()
 
+        def gather() -> Tensor:
+            bucket.gather(gradient_scale)
+            self._rule.prepare(bucket, self._states())
+            return bucket.values
+
+        beta1 = self._rule.momentum_decay(bucket.group)
+        if beta1 is None:
+            inputs = Inputs(gather)
+        else:
+            inputs = Inputs(gather, bucket.momentum, beta1, from_kept=bucket.momentum is None)
+        self._in_flight.start(bucket.exchange, inputs)
+
+    @torch.no_grad()
     def finish(self) -> None:
         arrived = self._in_flight.finish()
         self._finite = self._full_precision_finite() and arrived
@@ -618,7 +670,9 @@ class CompressionEngine(Engine):
                 # what a scaler looks for, and clipping does not hide
                 bucket.values.fill_(float("inf"))
             for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
-                p.grad = view if view.dtype == p.dtype else view.to(p.dtype)
+                if p.grad is None:
+                    p.grad = torch.empty_like(p)
+                p.grad.copy_(view)
         self._gradients_written = True
 
     @torch.no_grad()
@@ -626,34 +680,50 @@ class CompressionEngine(Engine):
         stage = COMPRESSION if self._buckets else WARM_UP
         if self._finite:
             self._check_unscaled()
+            if self._gradients_written:
+                self.expand_momentum()
             self._step_uncompressed(full_precision_step)
             for bucket in self._all_buckets():
                 self._update(bucket)
             self._take_checksum()
             self.stats.rounds += bool(self._buckets)
-            self._in_flight.commit()
+            self._commit()
         self._end_step(stage)
         if self._finite and self._transport.size > 1:
             self._freeze_when_due()
 
     def _decode(self, bucket: CompressedBucket) -> None:
         bucket.exchange.average(bucket.values)
-        self._rule.restore(bucket, self._states())
+        self._rule.restore(bucket, bucket.values, self._states())
 
     def _update(self, bucket: CompressedBucket) -> None:
-        decoded = self._gradients_written
-        momenta, averages = bucket.views(bucket.momentum), bucket.views(bucket.values)
+        decoded = False
+        momenta: list[Tensor] | None = None
         for i, p in enumerate(bucket.parameters):
             state = self._states()[p]
             state["step"] += 1
             if not self._gradients_written and self._rule.fuses(p) and p.requires_grad:
                 self._rule.apply_from_bits(bucket, i, state)
                 continue
-            if not decoded:
-                self._decode(bucket)
-                decoded = True
-            averaged = p.grad.float() if self._gradients_written and p.grad is not None else averages[i]
+            if self._gradients_written and p.grad is not None:
+                averaged = p.grad.float()
+            else:
+                if not decoded:
+                    self._decode(bucket)
+                    decoded = True
+                averaged = bucket.views(bucket.values)[i]
+            if momenta is None:
+                momenta = bucket.views(self._rule.momentum_of(bucket, self._states()))
             self._rule.apply(bucket.group, p, state, momenta[i], averaged, self.names[p], self.stats)
+
+    def _commit(self) -> None:
+        """The momentum is now what the bits say, unless the user has had a hand in it."""
+        keeps = not self._gradients_written
+        self._in_flight.commit(keep=keeps)
+        for bucket in self._all_buckets() if keeps else []:
+            bucket.momentum = None
+            for p in bucket.parameters:
+                self._states()[p].pop(self._rule.momentum_key, None)
 
     # -- freezing ----------------------------------------------------------------------------------------------------
 

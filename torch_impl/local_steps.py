@@ -19,6 +19,7 @@ from hvd_onebit.errors import OneBitError
 from hvd_onebit.rules import AdamStep, adam_step, denominator
 from hvd_onebit.schedule import SyncSchedule, VarianceSchedule
 from hvd_onebit.stats import COMPRESSION, ring_allreduce_bytes
+from hvd_onebit.step import Inputs
 from hvd_onebit.torch.engine import SCHEDULE, Engine, all_finite, mean_of
 from hvd_onebit.torch.rules import FROZEN_STEP, NOT_FROZEN, VARIANCE_STEPS, AdamRule, square_root
 
@@ -230,7 +231,8 @@ class LocalStepsEngine(Engine):
         # a group whose lr was 0 has not moved: all ranks leave it out
         buckets = [bucket for bucket in self._all_buckets() if self._rate_sums.get(bucket.bucket.name)]
         for bucket in buckets:
-            self._in_flight.start(bucket.exchange, self._accumulated[bucket.bucket.name], None, 0.0)
+            accumulated = self._accumulated[bucket.bucket.name]
+            self._in_flight.start(bucket.exchange, Inputs.of(accumulated))
         if not self._in_flight.finish():
             self._in_flight.rollback()
             self._finite = False

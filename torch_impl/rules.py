@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvd_onebit.codec import Codec
 from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.fused import apply_adam, apply_momentum
 from hvd_onebit.layout import Bucket
@@ -43,6 +44,7 @@ __all__ = [
     "CompressedBucket",
     "LambRule",
     "SgdRule",
+    "Workspace",
     "group_factors",
     "is_plain",
     "norm",
@@ -60,12 +62,41 @@ Group = dict[str, Any]
 State = dict[str, Any]
 
 
+class Workspace:
+    """Two flat arrays on one device that all buckets use in turn, as large as the largest bucket."""
+
+    def __init__(self, codec: Codec[Tensor]) -> None:
+        self._codec = codec
+        self._num_elements = 0
+        self._arrays: list[Tensor | None] = [None, None]
+
+    def reserve(self, num_elements: int) -> None:
+        """Makes room for a bucket."""
+        if num_elements > self._num_elements:
+            self._num_elements = num_elements
+            self._arrays = [None, None]
+
+    def first(self, num_elements: int) -> Tensor:
+        """float32, shape (num_elements,), holding what it was left with."""
+        return self._array(0)[:num_elements]
+
+    def second(self, num_elements: int) -> Tensor:
+        """Another."""
+        return self._array(1)[:num_elements]
+
+    def _array(self, index: int) -> Tensor:
+        array = self._arrays[index]
+        if array is None:
+            array = self._arrays[index] = self._codec.zeros(self._num_elements)
+        return array
+
+
 class CompressedBucket:
-    """One bucket's tensors: where momentum and gradients lie, and the exchange that averages them.
+    """One bucket's tensors: where their momentum lies, and the exchange that averages it.
 
     Attributes:
-        momentum: float32, shape (num_elements,): the parameters' momentum, of which their state holds views.
-        values: float32, shape (num_elements,): what is sent, then what came back.
+        momentum: float32, shape (num_elements,): the parameters' momentum, of which their state holds views; None
+            while the exchange keeps it as the bits that the last step gave.
     """
 
     def __init__(
@@ -75,6 +106,7 @@ class CompressedBucket:
         group: Group,
         transport: Transport[Tensor],
         options: CompressionOptions,
+        workspace: Workspace,
     ) -> None:
         codec = codec_for(parameters[0].device)
         self.codec = codec
@@ -84,10 +116,21 @@ class CompressedBucket:
         self.exchange = CompressedAllreduce(
             bucket, rank=transport.rank, size=transport.size, codec=codec, options=options
         )
-        self.momentum = codec.zeros(bucket.num_elements)
-        self.values = codec.zeros(bucket.num_elements)
+        self.momentum: Tensor | None = codec.zeros(bucket.num_elements)
+        self._workspace = workspace
+        workspace.reserve(bucket.num_elements)
         if options.dead == "hold":
             self.exchange.live = codec.zeros(bucket.num_elements)
+
+    @property
+    def values(self) -> Tensor:
+        """float32, shape (num_elements,): what is sent, or what came back; every bucket's, one after the other."""
+        return self._workspace.first(self.bucket.num_elements)
+
+    @property
+    def scratch(self) -> Tensor:
+        """float32, shape (num_elements,): as `values`, other memory."""
+        return self._workspace.second(self.bucket.num_elements)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """`flat` cut into the parameters' shapes."""
@@ -103,7 +146,7 @@ class CompressedBucket:
         for view, p in zip(self.views(self.values), self.parameters, strict=True):
             if p.grad is None:
                 view.zero_()
-            elif p.grad.data_ptr() != view.data_ptr():
+            else:
                 view.copy_(p.grad)
             if sign != 1.0:
                 view.mul_(sign)
@@ -165,21 +208,36 @@ class AdamRule:
             return
         state[name] = state[name] * thaw_ratio(group["betas"][1], int(state["step"]), state[VARIANCE_STEPS])
 
-    def prepare(self, bucket: CompressedBucket, states: Any) -> tuple[Tensor | None, float]:
-        """What to compress beside `values`, the gradients: (momentum, beta1), or (None, 0) when `values` has it all."""
-        beta1 = bucket.group["betas"][0]
+    def momentum_decay(self, group: Group) -> float | None:
+        """The beta1 with which the exchange itself adds the momentum; None if `prepare` does."""
+        return float(group["betas"][0]) if self.options.space == "momentum" else None
+
+    def prepare(self, bucket: CompressedBucket, states: Any) -> None:
+        """Makes what is compressed, beside the momentum, of `values`, which holds the gradients."""
         if self.options.space == "momentum":
-            return bucket.momentum, beta1
-        bucket.values.mul_(1.0 - beta1).add_(bucket.momentum * beta1)
+            return
+        beta1 = bucket.group["betas"][0]
+        bucket.values.mul_(1.0 - beta1).add_(self.momentum_of(bucket, states) * beta1)
         for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
             view.div_(self._root(bucket.group, states[p]))
-        return None, 0.0
 
-    def restore(self, bucket: CompressedBucket, states: Any) -> None:
-        """Makes the averaged momentum of `values`, which holds what came back."""
+    def restore(self, bucket: CompressedBucket, flat: Tensor, states: Any) -> None:
+        """Makes the averaged momentum of `flat`, which holds what came back."""
         if self.options.space == "update":
-            for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
+            for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
                 view.mul_(self._root(bucket.group, states[p]))
+
+    def momentum_of(self, bucket: CompressedBucket, states: Any) -> Tensor:
+        """The bucket's momentum as float32; in `scratch`, if the exchange keeps it as bits."""
+        if bucket.momentum is not None:
+            return bucket.momentum
+        self.decode_momentum(bucket, bucket.scratch, states)
+        return bucket.scratch
+
+    def decode_momentum(self, bucket: CompressedBucket, flat: Tensor, states: Any) -> None:
+        """Writes the momentum that the exchange keeps."""
+        bucket.exchange.kept(flat)
+        self.restore(bucket, flat, states)
 
     def fuses(self, p: Tensor) -> bool:
         """True when `apply_from_bits` serves this parameter."""
@@ -246,15 +304,17 @@ class SgdRule(AdamRule):
                 # torch's first step copies the gradient undamped, if there is no buffer
                 state["momentum_buffer"] = None
 
-    def prepare(self, bucket: CompressedBucket, states: Any) -> tuple[Tensor | None, float]:
+    def momentum_decay(self, group: Group) -> float | None:
+        return None
+
+    def prepare(self, bucket: CompressedBucket, states: Any) -> None:
         if bucket.group["dampening"]:
             for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
                 if states[p]["step"] != 0:
                     view.mul_(1.0 - bucket.group["dampening"])
-        bucket.values.add_(bucket.momentum, alpha=bucket.group["momentum"])
-        return None, 0.0
+        bucket.values.add_(self.momentum_of(bucket, states), alpha=bucket.group["momentum"])
 
-    def restore(self, bucket: CompressedBucket, states: Any) -> None:
+    def restore(self, bucket: CompressedBucket, flat: Tensor, states: Any) -> None:
         pass
 
     def fuses(self, p: Tensor) -> bool:
@@ -323,15 +383,17 @@ class LambRule(AdamRule):
         state["exp_avg_sq"] = state["exp_avg_sq_fresh"]
         state["last_factor"] = state["scaling"] = 1.0
 
-    def prepare(self, bucket: CompressedBucket, states: Any) -> tuple[Tensor | None, float]:
+    def momentum_decay(self, group: Group) -> float | None:
+        return None
+
+    def prepare(self, bucket: CompressedBucket, states: Any) -> None:
         beta1 = bucket.group["betas"][0]
-        bucket.values.mul_(1.0 - beta1).add_(bucket.momentum * beta1)
+        bucket.values.mul_(1.0 - beta1).add_(self.momentum_of(bucket, states) * beta1)
         for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
             view.mul_(states[p]["scaling"])
-        return None, 0.0
 
-    def restore(self, bucket: CompressedBucket, states: Any) -> None:
-        for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
+    def restore(self, bucket: CompressedBucket, flat: Tensor, states: Any) -> None:
+        for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
             view.div_(states[p]["scaling"])
 
     def fuses(self, p: Tensor) -> bool:
@@ -437,4 +499,5 @@ def _flat(bucket: CompressedBucket, index: int) -> tuple[int, Any, Any]:
     """Where a parameter starts in the bucket, and its and its momentum's memory."""
     offset, size = bucket.bucket.offsets[index], bucket.bucket.sizes[index]
     parameter = bucket.parameters[index].detach().view(-1).numpy()
-    return offset, parameter, bucket.momentum.numpy()[offset : offset + size]
+    momentum = bucket.scratch if bucket.momentum is None else bucket.momentum
+    return offset, parameter, momentum.numpy()[offset : offset + size]
