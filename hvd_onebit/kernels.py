@@ -51,7 +51,7 @@ __all__ = [
 SCALES = ("rms", "mean")
 """Kinds of scale: sqrt(sum(z*z) / d) of 1-bit Adam and 1-bit LAMB, sum(|z|) / d of 0/1 Adam."""
 
-_PART = 1 << 17  # elements that are worth a thread: starting one takes a tenth of the time that they do
+_PART = 1 << 18  # elements that are worth a thread: several times what starting one costs
 _MAX_THREADS = 64  # the native extension's limit
 
 _Floats: TypeAlias = NDArray[np.float32]

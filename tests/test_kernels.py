@@ -592,7 +592,7 @@ def test_threads_add_sub_blocks_in_the_one_order(
 
 
 def test_threads_must_be_worth_it() -> None:
-    assert [kernels._num_parts(8, n) for n in (0, 1, 1 << 18, 1 << 19, 1 << 30)] == [1, 1, 2, 4, 8]
+    assert [kernels._num_parts(8, n) for n in (0, 1, 1 << 19, 1 << 20, 1 << 30)] == [1, 1, 2, 4, 8]
     assert kernels._num_parts(1, 1 << 30) == 1
     assert kernels._num_parts(1000, 1 << 30) == 64
     with pytest.raises(ValueError, match="threads must be at least 1, got 0"):

@@ -144,13 +144,13 @@ static ALWAYS_INLINE void apply_lines(const float *m, float *parameter, float *m
 /* ---- Plain loops; i is where to go on, for the last elements of the vector versions ---- */
 
 /* z = the sum of the addends, which may be z itself; lanes[i % LANES] += |z| or z*z. */
-static void absorb_plain(const struct addends *in, size_t i, size_t count, enum onebit_scale kind, float *z,
+static void absorb_plain(struct addends in, size_t i, size_t count, enum onebit_scale kind, float *z,
                          double *lanes) {
     for (; i < count; i++) {
-        float value = in->values[i];
-        if (in->momentum != NULL) value = in->beta * in->momentum[i] + in->one_minus_beta * value;
-        if (in->error != NULL) value = value + in->error[i];
-        if (in->live != NULL && !(in->live[i] != 0.0f)) value = 0.0f;
+        float value = in.values[i];
+        if (in.momentum != NULL) value = in.beta * in.momentum[i] + in.one_minus_beta * value;
+        if (in.error != NULL) value = value + in.error[i];
+        if (in.live != NULL && !(in.live[i] != 0.0f)) value = 0.0f;
         z[i] = value;
         double term = kind == ONEBIT_MEAN ? fabs((double)value) : (double)value * (double)value;
         lanes[i % LANES] += term;
@@ -196,13 +196,15 @@ static void sum_signs_plain(const uint8_t *const *bits, const float *scales, siz
     }
 }
 
-/* Ask for the addends ahead of the LANES elements from i; what lies in z is there already. */
-static ALWAYS_INLINE void fetch(const struct addends *in, size_t i, const float *z) {
+/* Ask for the addends ahead of the LANES elements from i, unless decode has put values in z: it has seen to the error. */
+static ALWAYS_INLINE void fetch(struct addends in, size_t i, const float *z) {
     for (size_t k = i; k < i + LANES; k += LINE) {
-        if (in->values != z) FETCH(in->values, k);
-        if (in->momentum != NULL) FETCH(in->momentum, k);
-        if (in->error != NULL) FETCH(in->error, k);
-        if (in->live != NULL) FETCH(in->live, k);
+        if (in.values != z) {
+            FETCH(in.values, k);
+            if (in.momentum != NULL) FETCH(in.momentum, k);
+            if (in.error != NULL) FETCH(in.error, k);
+        }
+        if (in.live != NULL) FETCH(in.live, k);
     }
 }
 
@@ -210,20 +212,20 @@ static ALWAYS_INLINE void fetch(const struct addends *in, size_t i, const float 
 
 /* ---- AVX2 ---- */
 
-TARGET_AVX2 static ALWAYS_INLINE __m256 sum_avx2(const struct addends *in, size_t i) {
-    __m256 value = _mm256_loadu_ps(in->values + i);
-    if (in->momentum != NULL) {
-        value = _mm256_add_ps(_mm256_mul_ps(_mm256_set1_ps(in->beta), _mm256_loadu_ps(in->momentum + i)),
-                              _mm256_mul_ps(_mm256_set1_ps(in->one_minus_beta), value));
+TARGET_AVX2 static ALWAYS_INLINE __m256 sum_avx2(struct addends in, size_t i) {
+    __m256 value = _mm256_loadu_ps(in.values + i);
+    if (in.momentum != NULL) {
+        value = _mm256_add_ps(_mm256_mul_ps(_mm256_set1_ps(in.beta), _mm256_loadu_ps(in.momentum + i)),
+                              _mm256_mul_ps(_mm256_set1_ps(in.one_minus_beta), value));
     }
-    if (in->error != NULL) value = _mm256_add_ps(value, _mm256_loadu_ps(in->error + i));
-    if (in->live != NULL) {
-        value = _mm256_and_ps(value, _mm256_cmp_ps(_mm256_loadu_ps(in->live + i), _mm256_setzero_ps(), _CMP_NEQ_UQ));
+    if (in.error != NULL) value = _mm256_add_ps(value, _mm256_loadu_ps(in.error + i));
+    if (in.live != NULL) {
+        value = _mm256_and_ps(value, _mm256_cmp_ps(_mm256_loadu_ps(in.live + i), _mm256_setzero_ps(), _CMP_NEQ_UQ));
     }
     return value;
 }
 
-TARGET_AVX2 static void absorb_avx2(const struct addends *in, size_t count, enum onebit_scale kind, float *z,
+TARGET_AVX2 static void absorb_avx2(struct addends in, size_t count, enum onebit_scale kind, float *z,
                                     double *lanes) {
     const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
     __m256d sums[LANES / 4];
@@ -269,7 +271,7 @@ TARGET_AVX2 static void feed_back_avx2(const float *z, float *error, const float
 }
 
 TARGET_AVX2 static void sum_signs_avx2(const uint8_t *const *bits, const float *scales, size_t num, int go_on,
-                                       struct mean mean, float *z, size_t count) {
+                                       struct mean mean, const float *ahead, float *z, size_t count) {
     /* Shifting by these brings the bits of 8 elements of a 32-bit word to the sign positions; the next 8 are 8 higher. */
     const __m256i shift0 = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
     const __m256i shift1 = _mm256_sub_epi32(shift0, _mm256_set1_epi32(8));
@@ -279,6 +281,9 @@ TARGET_AVX2 static void sum_signs_avx2(const uint8_t *const *bits, const float *
     const __m256 factor = _mm256_set1_ps(mean.factor), divisor = _mm256_set1_ps(mean.divisor);
     size_t i = 0;
     for (; i + 32 <= count; i += 32) {
+        if (ahead != NULL) {
+            for (size_t k = i; k < i + 32; k += LINE) FETCH(ahead, k);
+        }
         __m256 sum0 = sign, sum1 = sign, sum2 = sign, sum3 = sign; /* -0 + x is x, for x = -0 too */
         if (go_on) {
             sum0 = _mm256_loadu_ps(z + i);
@@ -335,21 +340,21 @@ TARGET_AVX512 static ALWAYS_INLINE __mmask16 first_lanes(size_t count) {
     return count >= 16 ? (__mmask16)0xFFFF : (__mmask16)((1u << count) - 1);
 }
 
-TARGET_AVX512 static ALWAYS_INLINE __m512 sum_avx512(const struct addends *in, size_t i) {
-    __m512 value = _mm512_loadu_ps(in->values + i);
-    if (in->momentum != NULL) {
-        value = _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(in->beta), _mm512_loadu_ps(in->momentum + i)),
-                              _mm512_mul_ps(_mm512_set1_ps(in->one_minus_beta), value));
+TARGET_AVX512 static ALWAYS_INLINE __m512 sum_avx512(struct addends in, size_t i) {
+    __m512 value = _mm512_loadu_ps(in.values + i);
+    if (in.momentum != NULL) {
+        value = _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(in.beta), _mm512_loadu_ps(in.momentum + i)),
+                              _mm512_mul_ps(_mm512_set1_ps(in.one_minus_beta), value));
     }
-    if (in->error != NULL) value = _mm512_add_ps(value, _mm512_loadu_ps(in->error + i));
-    if (in->live != NULL) {
-        const __m512 live = _mm512_loadu_ps(in->live + i);
+    if (in.error != NULL) value = _mm512_add_ps(value, _mm512_loadu_ps(in.error + i));
+    if (in.live != NULL) {
+        const __m512 live = _mm512_loadu_ps(in.live + i);
         value = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(live, _mm512_setzero_ps(), _CMP_NEQ_UQ), value);
     }
     return value;
 }
 
-TARGET_AVX512 static void absorb_avx512(const struct addends *in, size_t count, enum onebit_scale kind, float *z,
+TARGET_AVX512 static void absorb_avx512(struct addends in, size_t count, enum onebit_scale kind, float *z,
                                         double *lanes) {
     __m512d sums[LANES / 8];
     for (size_t k = 0; k < LANES / 8; k++) sums[k] = _mm512_setzero_pd();
@@ -396,11 +401,14 @@ TARGET_AVX512 static void feed_back_avx512(const float *z, float *error, const f
 }
 
 TARGET_AVX512 static void sum_signs_avx512(const uint8_t *const *bits, const float *scales, size_t num, int go_on,
-                                           struct mean mean, float *z, size_t count) {
+                                           struct mean mean, const float *ahead, float *z, size_t count) {
     const __m512 nothing = _mm512_set1_ps(-0.0f); /* -0 + x is x, for x = -0 too */
     const __m512 factor = _mm512_set1_ps(mean.factor), divisor = _mm512_set1_ps(mean.divisor);
     size_t i = 0;
     for (; i + 64 <= count; i += 64) {
+        if (ahead != NULL) {
+            for (size_t k = i; k < i + 64; k += LINE) FETCH(ahead, k);
+        }
         __m512 sum0 = nothing, sum1 = nothing, sum2 = nothing, sum3 = nothing;
         if (go_on) {
             sum0 = _mm512_loadu_ps(z + i);
@@ -463,20 +471,20 @@ TARGET_AVX512 static void triad_avx512(float *a, const float *b, const float *c,
 
 /* ---- NEON ---- */
 
-static ALWAYS_INLINE float32x4_t sum_neon(const struct addends *in, size_t i) {
-    float32x4_t value = vld1q_f32(in->values + i);
-    if (in->momentum != NULL) {
-        value = vaddq_f32(vmulq_n_f32(vld1q_f32(in->momentum + i), in->beta), vmulq_n_f32(value, in->one_minus_beta));
+static ALWAYS_INLINE float32x4_t sum_neon(struct addends in, size_t i) {
+    float32x4_t value = vld1q_f32(in.values + i);
+    if (in.momentum != NULL) {
+        value = vaddq_f32(vmulq_n_f32(vld1q_f32(in.momentum + i), in.beta), vmulq_n_f32(value, in.one_minus_beta));
     }
-    if (in->error != NULL) value = vaddq_f32(value, vld1q_f32(in->error + i));
-    if (in->live != NULL) {
-        const uint32x4_t held = vceqzq_f32(vld1q_f32(in->live + i));
+    if (in.error != NULL) value = vaddq_f32(value, vld1q_f32(in.error + i));
+    if (in.live != NULL) {
+        const uint32x4_t held = vceqzq_f32(vld1q_f32(in.live + i));
         value = vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value), held));
     }
     return value;
 }
 
-static void absorb_neon(const struct addends *in, size_t count, enum onebit_scale kind, float *z, double *lanes) {
+static void absorb_neon(struct addends in, size_t count, enum onebit_scale kind, float *z, double *lanes) {
     float64x2_t sums[LANES / 2];
     for (size_t k = 0; k < LANES / 2; k++) sums[k] = vdupq_n_f64(0.0);
     size_t i = 0;
@@ -525,12 +533,13 @@ static void feed_back_neon(const float *z, float *error, const float *live, size
 }
 
 static void sum_signs_neon(const uint8_t *const *bits, const float *scales, size_t num, int go_on, struct mean mean,
-                           float *z, size_t count) {
+                           const float *ahead, float *z, size_t count) {
     const uint32_t weights[8] = {1, 2, 4, 8, 16, 32, 64, 128};
     const uint32x4_t low_weight = vld1q_u32(weights), high_weight = vld1q_u32(weights + 4);
     const float32x4_t nothing = vdupq_n_f32(-0.0f); /* -0 + x is x, for x = -0 too */
     size_t i = 0;
     for (; i + 16 <= count; i += 16) {
+        if (ahead != NULL) FETCH(ahead, i);
         float32x4_t sums[4] = {nothing, nothing, nothing, nothing};
         if (go_on) {
             for (size_t k = 0; k < 4; k++) sums[k] = vld1q_f32(z + i + 4 * k);
@@ -602,7 +611,7 @@ static void apply(const float *m, float *parameter, float *momentum, const float
 
 static void triad(float *a, const float *b, const float *c, float s, size_t count) { triad_loop(a, b, c, s, count); }
 
-static void absorb(const struct addends *in, size_t count, enum onebit_scale kind, float *z, double *lanes) {
+static void absorb(struct addends in, size_t count, enum onebit_scale kind, float *z, double *lanes) {
     absorb_plain(in, 0, count, kind, z, lanes);
 }
 
@@ -611,7 +620,8 @@ static void feed_back(const float *z, float *error, const float *live, size_t co
 }
 
 static void sum_signs(const uint8_t *const *bits, const float *scales, size_t num, int go_on, struct mean mean,
-                      float *z, size_t count) {
+                      const float *ahead, float *z, size_t count) {
+    (void)ahead;
     sum_signs_plain(bits, scales, num, go_on, mean, z, 0, count);
 }
 
@@ -736,8 +746,10 @@ static struct mean mean_of(size_t num) {
     return mean;
 }
 
-/* z = mean of what the messages decode to, for elements [begin, begin + count): at most SUB_BLOCK, all in one block. */
-static void decode(enum onebit_level level, const struct senders *from, size_t begin, size_t count, float *z) {
+/* z = mean of what the messages decode to, for elements [begin, begin + count): at most SUB_BLOCK, all in one block.
+ * Meanwhile the memory ahead of `ahead` is asked for, unless it's NULL. */
+static void decode(enum onebit_level level, const struct senders *from, size_t begin, size_t count, const float *ahead,
+                   float *z) {
     const size_t bits_offset = 4 * num_blocks_of(from->n, from->block), block_index = begin / from->block;
     const struct mean sum_only = {1.0f, 1.0f}, mean = mean_of(from->num);
     uint8_t shifted[GROUP][SUB_BLOCK / 8];
@@ -754,7 +766,8 @@ static void decode(enum onebit_level level, const struct senders *from, size_t b
                 bits[r] = shifted[r];
             }
         }
-        DISPATCH(level, sum_signs, bits, scales, num, done != 0, done + num < from->num ? sum_only : mean, z, count);
+        const int first = done == 0, last = done + num == from->num;
+        DISPATCH(level, sum_signs, bits, scales, num, !first, last ? mean : sum_only, first ? ahead : NULL, z, count);
     }
 }
 
@@ -789,16 +802,16 @@ static size_t count_live(const float *live, size_t count) {
 /* Fill z with `count` <= SUB_BLOCK compensated values from element `begin`, and return the sum that makes the scale. */
 static struct onebit_sum compensate(const struct compression *job, size_t begin, size_t count, float *z) {
     struct addends in = {z, NULL, NULL, NULL, job->beta, job->one_minus_beta};
+    if (job->error != NULL) in.error = job->error + begin;
+    if (job->live != NULL) in.live = job->live + begin;
     if (job->gradient == NULL) {
-        decode(job->level, &job->from, begin, count, z);
+        decode(job->level, &job->from, begin, count, in.error, z);
     } else {
         in.values = job->gradient + begin;
         if (job->momentum != NULL) in.momentum = job->momentum + begin;
     }
-    if (job->error != NULL) in.error = job->error + begin;
-    if (job->live != NULL) in.live = job->live + begin;
     double lanes[LANES] = {0.0};
-    DISPATCH(job->level, absorb, &in, count, job->kind, z, lanes);
+    DISPATCH(job->level, absorb, in, count, job->kind, z, lanes);
     for (size_t half = LANES / 2; half > 0; half /= 2) {
         for (size_t k = 0; k < half; k++) lanes[k] += lanes[k + half];
     }
@@ -978,7 +991,7 @@ struct averaging {
 static NEVER_INLINE void average_pieces(const struct averaging *job, struct range range) {
     for (size_t at = range.start, count; at < range.stop; at += count) {
         count = piece_length(&job->from, at, range.stop);
-        decode(job->level, &job->from, at, count, job->values + at);
+        decode(job->level, &job->from, at, count, job->values + at, job->values + at);
         if (job->live != NULL) DISPATCH(job->level, hold, job->values + at, job->live + at, count);
     }
 }
@@ -1010,7 +1023,7 @@ static NEVER_INLINE void apply_pieces(const struct application *job, struct rang
     float m[SUB_BLOCK] ALIGNED;
     for (size_t at = range.start, length; at < range.stop; at += length) {
         length = piece_length(&job->from, job->start + at, job->start + range.stop);
-        decode(job->level, &job->from, job->start + at, length, m);
+        decode(job->level, &job->from, job->start + at, length, NULL, m);
         DISPATCH(job->level, apply, m, job->parameter + at, job->momentum + at,
                  job->variance == NULL ? NULL : job->variance + at, length, job->step);
     }
