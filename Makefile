@@ -57,7 +57,7 @@ demo-keras: setup
 	$(VENV)/bin/horovodrun --gloo -np 2 $(PY) examples/keras_mnist.py --compare --out demo-keras \
 	    --json demo-keras/figures.json
 
-test: setup lint
+test: setup lint $(STAMPS)/triton
 	$(PY) -m pytest
 
 lint: $(STAMPS)/package
@@ -92,6 +92,11 @@ $(STAMPS)/requirements: requirements.txt $(STAMPS)/venv
 $(STAMPS)/package: setup.py pyproject.toml $(wildcard hvd_onebit/csrc/* *_impl/__init__.py) $(STAMPS)/requirements
 	@$(call timed,hvd_onebit with its C kernels,HVD_ONEBIT_REQUIRE_NATIVE=1 \
 	    $(PIP_INSTALL) --no-build-isolation --no-deps -e .)
+	@touch $@
+
+$(STAMPS)/triton: requirements-triton.txt $(STAMPS)/requirements
+	@if ! $(PY) -c 'import triton' 2>/dev/null; then \
+	    $(call timed,Triton for its kernels' tests,$(PIP_INSTALL) -r requirements-triton.txt); fi
 	@touch $@
 
 $(STAMPS)/horovod: $(wildcard hvd_onebit/horovod_build.py hvd_onebit/_build_*.py hvd_onebit/_horovod_*.py) $(STAMPS)/package

