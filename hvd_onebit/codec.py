@@ -92,10 +92,12 @@ class HostCodec:
     `threads` is asked at each call how many threads it may use.
     """
 
-    range_elements = 1 << 18  # a megabyte
-
     def __init__(self, threads: Callable[[], int] = num_threads) -> None:
         self._threads = threads
+
+    @property
+    def range_elements(self) -> int:
+        return self._threads() << 18  # a megabyte in the cache of each core
 
     def zeros(self, num_elements: int) -> HostArray:
         return np.zeros(num_elements, np.float32)

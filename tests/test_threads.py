@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from hvd_onebit import kernels
+from hvd_onebit.codec import HostCodec
 from hvd_onebit.threads import num_threads
 
 
@@ -50,6 +52,12 @@ def test_without_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert num_threads() == 5
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert num_threads() == 1
+
+
+def test_a_range_of_a_bucket_is_worth_all_threads() -> None:
+    for threads in (1, 2, 7):
+        codec = HostCodec(lambda threads=threads: threads)  # type: ignore[misc]
+        assert kernels._num_parts(threads, codec.range_elements) == threads
 
 
 def test_torch_s_own_setting_is_never_exceeded() -> None:

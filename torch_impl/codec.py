@@ -67,10 +67,12 @@ def why_not_triton(kind: str) -> str | None:
 class CpuCodec:
     """The core's kernels on the memory of CPU tensors."""
 
-    range_elements = HostCodec.range_elements
-
     def __init__(self) -> None:
         self._host = HostCodec(num_threads)
+
+    @property
+    def range_elements(self) -> int:
+        return self._host.range_elements
 
     def zeros(self, num_elements: int) -> Tensor:
         # NumPy asks Linux for large pages where an array is large, torch does not: compress gains 10 to 30 %
