@@ -81,6 +81,7 @@ def _install_horovod(args: argparse.Namespace) -> int:
             sdist=args.sdist,
             jobs=args.jobs,
             with_mpi=args.with_mpi,
+            with_nccl=args.gpu == "nccl",
             rebuild=args.rebuild,
         )
     except horovod_build.InstallError as error:
@@ -116,6 +117,7 @@ def _parser() -> _Parser:
     command.add_argument("--build-dir", type=_directory, metavar="DIR", help="folder for the temporary build tree")
     command.add_argument("--sdist", type=Path, metavar="FILE", help="Horovod's source archive, if there is no network")
     command.add_argument("--without-mpi", dest="with_mpi", action="store_false", help="build for Gloo alone")
+    command.add_argument("--gpu", choices=["nccl"], help="build for NVIDIA GPUs too, with NCCL (default: CPUs alone)")
     command.add_argument("--rebuild", action="store_true", help="build even if the cache holds a wheel that fits")
     command.set_defaults(run=_install_horovod)
 

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvd_onebit._build_gpu import Nccl
 from hvd_onebit._build_needs import Mpi, version_tuple
 from hvd_onebit._horovod_source import HOROVOD_VERSION, Patch, patches
 
@@ -30,6 +31,7 @@ class BuildPlan:
         python: interpreter and its version, as in "cpython-311".
         platform: system, machine and C library, as in "linux-x86_64-glibc2.36".
         vector_units: the CPU features that Horovod's build would use if present.
+        nccl: what to build for GPUs with, or None for CPUs alone.
     """
 
     frameworks: Mapping[str, str]
@@ -38,9 +40,12 @@ class BuildPlan:
     python: str
     platform: str
     vector_units: tuple[str, ...]
+    nccl: Nccl | None = None
 
     @classmethod
-    def for_this_environment(cls, frameworks: Mapping[str, str], mpi: Mpi | None) -> BuildPlan:
+    def for_this_environment(
+        cls, frameworks: Mapping[str, str], mpi: Mpi | None, nccl: Nccl | None = None
+    ) -> BuildPlan:
         """Returns the plan for the running interpreter on this machine."""
         return cls(
             frameworks=dict(frameworks),
@@ -49,6 +54,7 @@ class BuildPlan:
             python=sys.implementation.cache_tag,
             platform=f"{sysconfig.get_platform()}-{''.join(platform.libc_ver())}",
             vector_units=_vector_units(),
+            nccl=nccl,
         )
 
     @property
@@ -64,16 +70,31 @@ class BuildPlan:
         return self.mpi.library_dir
 
     @property
+    def nccl_rpath(self) -> str | None:
+        """Where libnccl is looked up at run time: relative to the module, if it comes from a Python package."""
+        if self.nccl is None:
+            return None
+        folder, packages = self.nccl.library.parent, Path(sysconfig.get_path("purelib"))
+        if folder.is_relative_to(packages):
+            return f"\\$ORIGIN/../../{folder.relative_to(packages)}"
+        return str(folder)
+
+    @property
     def patches(self) -> tuple[Patch, ...]:
         """The changes to Horovod's source under this plan."""
-        return patches(cxx_standard=self.cxx_standard, mpi_library_dir=self.mpi_library_dir)
+        return patches(
+            cxx_standard=self.cxx_standard,
+            mpi_library_dir=self.mpi_library_dir,
+            nccl_rpath=self.nccl_rpath,
+        )
 
     @property
     def key(self) -> str:
         """Name of this plan's folder in the cache: readable, and different whenever anything differs."""
         mpi = "gloo" if self.mpi is None else f"{self.mpi.name}{self.mpi.version}"
         names = [f"{name}{version}" for name, version in self.frameworks.items()]
-        readable = "-".join([HOROVOD_VERSION, self.python, self.platform, *names, mpi]).lower()
+        gpu = [] if self.nccl is None else [f"nccl{self.nccl.version}", f"cuda{self.nccl.cuda_version}"]
+        readable = "-".join([HOROVOD_VERSION, self.python, self.platform, *names, mpi, *gpu]).lower()
         everything = json.dumps(
             [
                 readable,
@@ -89,7 +110,8 @@ class BuildPlan:
         """Returns one line for people."""
         names = " and ".join(f"{name} {version}" for name, version in self.frameworks.items())
         mpi = "Gloo alone" if self.mpi is None else f"Gloo and {self.mpi.name} {self.mpi.version}"
-        return f"Horovod {HOROVOD_VERSION} for {names}, with {mpi}, on {self.python}"
+        gpu = "" if self.nccl is None else f", and NCCL {self.nccl.version} with CUDA {self.nccl.cuda_version}"
+        return f"Horovod {HOROVOD_VERSION} for {names}, with {mpi}{gpu}, on {self.python}"
 
     def build_environment(self, base: Mapping[str, str], temporary: Path, *, jobs: int) -> dict[str, str]:
         """Returns the environment for the compiler run."""
@@ -109,7 +131,28 @@ class BuildPlan:
         }
         if self.mpi is not None:
             environment["MPI_HOME"] = str(self.mpi.mpicxx.parent.parent)
+        if self.nccl is not None:
+            environment |= {
+                "HOROVOD_GPU": "CUDA",
+                "HOROVOD_GPU_OPERATIONS": "NCCL",
+                "HOROVOD_CUDA_HOME": str(self.nccl.cuda_home),
+                "CUDA_HOME": str(self.nccl.cuda_home),  # what torch's build helpers go by
+                "HOROVOD_NCCL_HOME": str(self.nccl.header.parent.parent),
+                "HOROVOD_NCCL_INCLUDE": str(self.nccl.header.parent),
+                "HOROVOD_NCCL_LIB": str(_linked(self.nccl.library, temporary)),
+                "HOROVOD_NCCL_LINK": "SHARED",  # a second NCCL beside torch's would be one too many
+            }
         return environment
+
+
+def _linked(library: Path, temporary: Path) -> Path:
+    """Returns a folder where a linker finds the library by the name that it looks for."""
+    if library.name == "libnccl.so":
+        return library.parent
+    folder = temporary / "nccl"
+    folder.mkdir()
+    (folder / "libnccl.so").symlink_to(library)
+    return folder
 
 
 def _vector_units() -> tuple[str, ...]:

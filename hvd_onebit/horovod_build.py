@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from hvd_onebit._build_gpu import Nccl, find_nccl
 from hvd_onebit._build_needs import find_mpi, missing_requirements, probe_frameworks
 from hvd_onebit._build_plan import BuildPlan
 from hvd_onebit._horovod_proof import launchers, prove
@@ -149,6 +150,7 @@ def install(
     sdist: Path | None = None,
     jobs: int | None = None,
     with_mpi: bool = True,
+    with_nccl: bool = False,
     rebuild: bool = False,
 ) -> None:
     """Builds Horovod or takes it from the cache, installs it into this environment, and proves it with two ranks.
@@ -159,6 +161,7 @@ def install(
         sdist: Horovod's source archive, for hosts that reach no package index.
         jobs: compilers at a time; as many as this process may use CPUs if None.
         with_mpi: build for MPI as well as for Gloo.
+        with_nccl: build for NCCL, so that tensors on NVIDIA GPUs need not go through host memory.
         rebuild: build even if the cache holds a wheel for this environment.
 
     Raises:
@@ -179,22 +182,37 @@ def install(
             tempfile.TemporaryDirectory(prefix="hvd-onebit-", dir=build_dir) as folder,
         ):
             run = _Runner(log, environment, Path(folder), progress)
-            _install(run, cache, sdist=sdist, jobs=jobs, with_mpi=with_mpi, rebuild=rebuild)
+            _install(run, cache, sdist=sdist, jobs=jobs, with_mpi=with_mpi, with_nccl=with_nccl, rebuild=rebuild)
     except CommandError as error:
         tail = "\n".join(f"    {line}" for line in log_tail(error.log))
         raise InstallError(f"{error}. The log ends:\n{tail}\nThe whole log: {error.log}") from error
     progress.say(f"done in {progress.elapsed}")
 
 
-def _install(run: _Runner, cache: Path, *, sdist: Path | None, jobs: int | None, with_mpi: bool, rebuild: bool) -> None:
+def _install(
+    run: _Runner,
+    cache: Path,
+    *,
+    sdist: Path | None,
+    jobs: int | None,
+    with_mpi: bool,
+    with_nccl: bool,
+    rebuild: bool,
+) -> None:
     """The steps of `install`, in their order."""
     progress = run.progress
     progress.say(f"log: {run.log}")
     problems = missing_requirements(run.environment, run.cwd, with_mpi=with_mpi)
-    if problems:
-        raise InstallError("this is missing:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    _refuse(problems)
     frameworks = probe_frameworks(run.environment, run.cwd)
-    plan = BuildPlan.for_this_environment(frameworks, find_mpi(run.environment) if with_mpi else None)
+    nccl: Nccl | None = None
+    if with_nccl:
+        found = find_nccl(run.environment, frameworks.get("torch"))
+        if not isinstance(found, Nccl):
+            _refuse(found)
+        else:
+            nccl = found
+    plan = BuildPlan.for_this_environment(frameworks, find_mpi(run.environment) if with_mpi else None, nccl)
     progress.say(plan.describe())
 
     entry = cache / "wheels" / plan.key
@@ -214,6 +232,11 @@ def _install(run: _Runner, cache: Path, *, sdist: Path | None, jobs: int | None,
             run(_pip("install", "--no-deps", "--force-reinstall", str(wheel)), timeout_seconds=_PIP_TIMEOUT_SECONDS)
             run(_pip("install", str(wheel)), timeout_seconds=_PIP_TIMEOUT_SECONDS)
     _prove_all(plan, run=run)
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise InstallError("this is missing:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def _take_wheel(entry: Path, progress: Progress) -> Path | None:
@@ -238,3 +261,5 @@ def _prove_all(plan: BuildPlan, *, run: _Runner) -> None:
             with run.progress.phase(f"proof: two ranks of {framework} under {command}"):
                 prove(framework, launcher, controller, run=run)
             run.progress.say(f"  both ranks got 1 + 2 = 3 over {controller}")
+    if plan.nccl is not None:
+        run.progress.say("note: these proofs are of tensors in host memory; NCCL itself was not tried")

@@ -86,11 +86,22 @@ def test_unknown_name_gets_the_nearest(arguments: list[str], hint: str, capsys: 
         (["install-horovod", "--jobs", "0"], "expected a whole number of at least 1, got '0'"),
         (["install-horovod", "--jobs", "many"], "expected a whole number of at least 1, got 'many'"),
         (["install-horovod", "--build-dir", "/no/such/folder"], "expected an existing folder"),
+        (["install-horovod", "--gpu", "ncll"], "did you mean nccl?"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert_exits(arguments, 2)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "with_nccl"), [([], False), (["--gpu", "nccl"], True)])
+def test_a_build_for_gpus_must_be_asked_for(
+    arguments: list[str], with_nccl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(horovod_build, "install", seen.update)
+    assert main(["install-horovod", *arguments]) == 0
+    assert seen["with_nccl"] is with_nccl
 
 
 def test_bench_is_imported_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,3 +177,14 @@ def test_doctor_says_which_kernels_a_gpu_gets(variables: dict[str, str], found: 
     pretend = "import torch; torch.version.cuda = '13.0'; torch.version.hip = None\n"
     reported, _ = doctor._probe(pretend + doctor._PROBES["torch"], os.environ | variables)
     assert {"topic": "gpu kernels", **found} in reported
+
+
+def test_doctor_misses_nccl_where_torch_can_use_gpus() -> None:
+    def found(cuda: str | None, *built_with: str) -> doctor.Finding:
+        topics = {"torch": {"cuda": cuda}, "horovod.torch": {"built_with": list(built_with)}}
+        return doctor._framework_findings(topics, {"torch": "", "tensorflow": "No module named 'tensorflow'"})[1]
+
+    missed = found("13.0", "gloo", "mpi")
+    assert missed.remedy == "hvd-onebit install-horovod --gpu nccl"
+    assert not missed.needed
+    assert found(None, "gloo").problem is found("13.0", "gloo", "nccl").problem is None

@@ -14,10 +14,12 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hvd_onebit import _build_needs, _horovod_source, horovod_build
+from hvd_onebit import _build_gpu, _build_needs, _horovod_source, horovod_build
+from hvd_onebit._build_gpu import Nccl, find_nccl
 from hvd_onebit._build_needs import Mpi, find_mpi, missing_requirements, probe_frameworks
 from hvd_onebit._build_plan import BuildPlan
 from hvd_onebit._horovod_proof import launchers, prove
@@ -27,6 +29,7 @@ from hvd_onebit._progress import Progress, log_tail
 from hvd_onebit._wheel_cache import DamagedWheelError, cache_root, cached_wheel, locked, sha256, store_wheel
 
 OPEN_MPI = Mpi("Open MPI", "4.1.8", Path("/opt/mpi/bin/mpicxx"), Path("/opt/mpi/bin/mpirun"), Path(sys.prefix) / "lib")
+NCCL = Nccl("2.27.3", Path("/opt/nccl/include/nccl.h"), Path("/opt/nccl/lib/libnccl.so"), Path("/opt/cuda"), "12.9")
 PLAN = BuildPlan(
     frameworks={"torch": "2.13.0+cpu", "tensorflow": "2.21.0"},
     mpi=OPEN_MPI,
@@ -205,11 +208,23 @@ def test_broken_framework_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
         {"python": "cpython-312"},
         {"platform": "linux-x86_64-glibc2.39"},
         {"vector_units": ()},
+        {"nccl": NCCL},
     ],
 )
 def test_key_tells_plans_apart(change: dict[str, object]) -> None:
     assert dataclasses.replace(PLAN, **change).key != PLAN.key  # type: ignore[arg-type]
     assert dataclasses.replace(PLAN).key == PLAN.key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"version": "2.28.3"}, {"cuda_version": "13.0"}, {"library": Path("/usr/lib/libnccl.so")}],
+)
+def test_key_tells_builds_for_gpus_apart(change: dict[str, Any]) -> None:
+    plan = dataclasses.replace(PLAN, nccl=NCCL)
+    assert dataclasses.replace(plan, nccl=dataclasses.replace(NCCL, **change)).key != plan.key
+    assert "-openmpi4.1.8-nccl2.27.3-cuda12.9-" in plan.key
+    assert plan.describe().endswith("with Gloo and Open MPI 4.1.8, and NCCL 2.27.3 with CUDA 12.9, on cpython-311")
 
 
 def test_key_tells_recipes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +259,146 @@ def test_build_environment_names_what_to_build(tmp_path: Path) -> None:
     assert environment["HOROVOD_WITHOUT_MPI"] == environment["HOROVOD_WITH_GLOO"] == "1"
     assert environment["MAKEFLAGS"] == "-j3"
     assert "HOROVOD_WITH_TENSORFLOW" not in environment
+
+
+def test_build_environment_for_gpus(tmp_path: Path) -> None:
+    environment = dataclasses.replace(PLAN, nccl=NCCL).build_environment({}, tmp_path, jobs=3)
+    found = {name: value for name, value in environment.items() if re.search("GPU|CUDA|NCCL", name)}
+    assert found == {
+        "HOROVOD_GPU": "CUDA",
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_CUDA_HOME": "/opt/cuda",
+        "CUDA_HOME": "/opt/cuda",
+        "HOROVOD_NCCL_HOME": "/opt/nccl",
+        "HOROVOD_NCCL_INCLUDE": "/opt/nccl/include",
+        "HOROVOD_NCCL_LIB": "/opt/nccl/lib",
+        "HOROVOD_NCCL_LINK": "SHARED",
+    }
+    assert not re.search("GPU|CUDA|NCCL", " ".join(PLAN.build_environment({}, tmp_path, jobs=3)))
+
+
+def test_nccl_of_a_python_package_is_linked_and_found_at_run_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "site-packages"))
+    library = tmp_path / "site-packages" / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    plan = dataclasses.replace(PLAN, nccl=dataclasses.replace(NCCL, library=library))
+    folder = Path(plan.build_environment({}, tmp_path, jobs=3)["HOROVOD_NCCL_LIB"])
+    assert folder.is_relative_to(tmp_path)
+    assert (folder / "libnccl.so").resolve() == library
+    recipe = "".join(patch.new for patch in plan.patches)
+    assert ";\\$ORIGIN/../../nvidia/nccl/lib" in recipe
+    assert str(tmp_path) not in recipe
+    assert ";/opt/nccl/lib" in "".join(patch.new for patch in dataclasses.replace(PLAN, nccl=NCCL).patches)
+    assert "nccl" not in "".join(patch.new for patch in PLAN.patches)
+
+
+# What a build for GPUs needs, in trees of files of the right names.
+
+
+def make_tree(folder: Path, *files: str) -> Path:
+    for name in files:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 3\n" if path.name == "nccl.h" else ""
+        if path.name == "nvcc":
+            text = "#!/bin/sh\necho Cuda compilation tools, release 12.9, V12.9.86\n"
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+    return folder
+
+
+CUDA_FILES = ("bin/nvcc", "lib64/libcudart.so")
+NCCL_FILES = ("include/nccl.h", "lib/libnccl.so")
+
+
+@pytest.fixture
+def no_gpu_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This environment's packages and the system hold nothing of NVIDIA's; returns where packages would be."""
+    monkeypatch.setattr(_build_gpu, "_SYSTEM_PREFIXES", (str(tmp_path / "system"),))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "site-packages"))
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda _: "x86_64-linux-gnu")
+    return tmp_path / "site-packages"
+
+
+def test_what_the_variables_name_is_used(no_gpu_packages: Path, tmp_path: Path) -> None:
+    for better in ("cu13", "nccl"):
+        make_tree(no_gpu_packages / "nvidia" / better, *CUDA_FILES, *NCCL_FILES)
+    cuda, nccl = make_tree(tmp_path / "cuda", *CUDA_FILES), make_tree(tmp_path / "own", *NCCL_FILES)
+    named = {"PATH": "/nowhere", "HOROVOD_CUDA_HOME": str(cuda), "HOROVOD_NCCL_HOME": str(nccl)}
+    expected = Nccl("2.27.3", nccl / "include" / "nccl.h", nccl / "lib" / "libnccl.so", cuda, "12.9")
+    assert find_nccl(named) == expected
+    parts = {"HOROVOD_NCCL_INCLUDE": str(nccl / "include"), "HOROVOD_NCCL_LIB": str(nccl / "lib")}
+    assert find_nccl({"PATH": "/nowhere", "HOROVOD_CUDA_HOME": str(cuda), **parts}) == expected
+
+
+def test_torchs_nccl_comes_before_the_systems(no_gpu_packages: Path, tmp_path: Path) -> None:
+    make_tree(tmp_path / "system", *CUDA_FILES, "include/nccl.h", "lib/x86_64-linux-gnu/libnccl.so")
+    found = find_nccl({"PATH": "/nowhere"}, "2.13.0+cu129")
+    assert isinstance(found, Nccl)
+    assert found.library == tmp_path / "system" / "lib" / "x86_64-linux-gnu" / "libnccl.so"
+    package = make_tree(no_gpu_packages / "nvidia" / "nccl", "include/nccl.h", "lib/libnccl.so.2")
+    found = find_nccl({"PATH": "/nowhere"}, "2.13.0+cu129")
+    assert isinstance(found, Nccl)
+    assert (found.header, found.library) == (package / "include" / "nccl.h", package / "lib" / "libnccl.so.2")
+
+
+@pytest.mark.parametrize("where", ["cuda", "path", "package"])
+def test_a_compiler_is_found(where: str, no_gpu_packages: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cuda" if where != "package" else no_gpu_packages / "nvidia" / "cu13"
+    make_tree(folder, *CUDA_FILES, *NCCL_FILES)
+    environment = {"PATH": str(folder / "bin") if where == "path" else "/nowhere"}
+    if where == "cuda":
+        environment["CUDA_HOME"] = str(folder)
+    found = find_nccl(environment)
+    assert isinstance(found, Nccl)
+    assert found.cuda_home == folder
+    assert found.header == folder / "include" / "nccl.h"
+
+
+@pytest.mark.parametrize(
+    ("absent", "torch", "remedies"),
+    [
+        ("bin/nvcc", None, ["no CUDA compiler (nvcc)", "HOROVOD_CUDA_HOME", "nvidia-cuda-toolkit", "nvidia-cuda-nvcc"]),
+        ("lib64/libcudart.so", None, ["libcudart.so is missing below", "ln -s libcudart.so.13"]),
+        (
+            "include/nccl.h",
+            None,
+            ["nccl.h is missing", "pip install nvidia-nccl-cu12", "libnccl-dev", "HOROVOD_NCCL_HOME"],
+        ),
+        ("lib/libnccl.so", None, ["libnccl.so is missing", "pip install nvidia-nccl-cu12"]),
+        ("", "2.13.0+cpu", ["torch 2.13.0+cpu is a CPU build", "leave --gpu out"]),
+    ],
+)
+def test_what_gpus_need_is_named_with_remedy(
+    absent: str, torch: str | None, remedies: list[str], no_gpu_packages: Path, tmp_path: Path
+) -> None:
+    make_tree(tmp_path / "system", *(name for name in (*CUDA_FILES, *NCCL_FILES) if name != absent))
+    problems = find_nccl({"PATH": "/nowhere"}, torch)
+    assert isinstance(problems, list)
+    (problem,) = problems
+    for remedy in remedies:
+        assert remedy in problem
+
+
+def test_all_that_gpus_need_is_named_at_once(no_gpu_packages: Path, tmp_path: Path) -> None:
+    problems = find_nccl({"PATH": "/nowhere", "HOROVOD_CUDA_HOME": str(tmp_path)}, "2.13.0+cpu")
+    assert isinstance(problems, list)
+    assert len(problems) == 4
+    assert f"{tmp_path}, which HOROVOD_CUDA_HOME names, has no bin/nvcc" in problems[1]
+
+
+def test_a_broken_compiler_and_an_old_nccl_are_refused(no_gpu_packages: Path, tmp_path: Path) -> None:
+    make_tree(tmp_path / "system", *CUDA_FILES, *NCCL_FILES)
+    make_command(tmp_path / "system" / "bin", "nvcc", "exit 1")
+    (tmp_path / "system" / "include" / "nccl.h").write_text("#define NCCL_MAJOR 1\n", encoding="utf-8")
+    problems = find_nccl({"PATH": "/nowhere"})
+    assert isinstance(problems, list)
+    compiler, header = problems
+    assert "does not run" in compiler
+    assert "is of NCCL 1; 2 or later is needed" in header
 
 
 # The cache.
@@ -547,6 +702,25 @@ def test_wheel_is_built_once(
     assert len(set(installed)) == 1
     assert cached_wheel(Path(installed[0]).parent) == Path(installed[0])
     assert list((tmp_path / "build").iterdir()) == []
+
+
+def test_a_build_for_gpus_needs_what_is_named(
+    small_horovod: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sdist = small_horovod("# patch me")
+    plans: list[BuildPlan] = []
+    monkeypatch.setattr(horovod_build, "find_nccl", lambda *_: ["no nvcc: install it"])
+    with pytest.raises(InstallError, match="this is missing:\n  - no nvcc: install it"):
+        horovod_build.install(
+            stream=io.StringIO(), build_dir=tmp_path / "build", sdist=sdist, with_mpi=False, with_nccl=True
+        )
+    monkeypatch.setattr(horovod_build, "find_nccl", lambda *_: NCCL)
+    monkeypatch.setattr(horovod_build, "_build_wheel", lambda plan, *_, **__: plans.append(plan) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        horovod_build.install(
+            stream=io.StringIO(), build_dir=tmp_path / "build", sdist=sdist, with_mpi=False, with_nccl=True
+        )
+    assert plans[0].nccl == NCCL
 
 
 def test_other_source_is_refused(small_horovod: Callable[[str], Path], tmp_path: Path) -> None:
