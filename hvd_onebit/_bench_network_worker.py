@@ -141,7 +141,9 @@ def _measure_exchange(task: Task) -> Observed:
     import horovod.torch as hvd
     import torch
 
-    gradient = torch.randn(task.num_elements)
+    from hvd_onebit.torch.codec import codec_for
+
+    gradient = codec_for(torch.device("cpu")).zeros(task.num_elements).normal_()  # in memory as the buckets' own
     observed = Observed(num_elements=task.num_elements)
     onebit = _OneBitExchange(task.options, gradient)
 

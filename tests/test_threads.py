@@ -60,6 +60,19 @@ def test_a_range_of_a_bucket_is_worth_all_threads() -> None:
         assert kernels._num_parts(threads, codec.range_elements) == threads
 
 
+def test_the_codecs_pass_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(kernels, "_num_parts", lambda threads, _size: asked.append(threads) or 1)
+    codec = HostCodec(lambda: 3)
+    values, message = codec.zeros(8), codec.empty_bytes(5)
+    codec.compress(values, None, 0.0, None, message, block=8, scale="rms", live=None)
+    codec.reduce([message], None, codec.empty_bytes(5), num_elements=8, block=8, scale="rms", live=None)
+    codec.average([message], values, block=8, live=None)
+    assert asked == [3, 3, 3]
+    HostCodec().average([message], values, block=8, live=None)
+    assert asked[3:] == [8], "the process's own number"
+
+
 def test_torch_s_own_setting_is_never_exceeded() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("horovod.torch")
@@ -73,6 +86,7 @@ def test_torch_s_own_setting_is_never_exceeded() -> None:
         assert codec.num_threads() == 5
         torch.set_num_threads(20)
         assert codec.num_threads() == 8
+        assert codec.CpuCodec().range_elements == 8 << 18
     finally:
         torch.set_num_threads(before)
 
