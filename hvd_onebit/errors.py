@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["OneBitError", "too_many_skips"]
+__all__ = ["OneBitError", "scaler_with_local_steps", "stuck", "too_many_skips"]
 
 
 class OneBitError(RuntimeError):
@@ -21,3 +21,13 @@ def too_many_skips(in_a_row: int, step: int) -> OneBitError:
         f"{step}). Likely causes: a learning rate too high, bad input data on one rank, or overflow in half precision. "
         "Parameters and optimizer state are those of the last good step."
     )
+
+
+def stuck(steps: int) -> str:
+    """What a rank of 0/1 Adam says that has not used its gradients for so many steps."""
+    return f"gradients were NaN or infinite for {steps} steps in a row"
+
+
+def scaler_with_local_steps() -> ValueError:
+    """The error that refuses loss scaling around 0/1 Adam."""
+    return ValueError("0/1 Adam's ranks step by themselves, and a scaler would skip one of them alone: use bfloat16")

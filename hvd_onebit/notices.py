@@ -10,6 +10,7 @@ from hvd_onebit.stats import Stats
 __all__ = [
     "back_to_warm_up",
     "dropped_errors",
+    "dropped_local_steps",
     "frozen",
     "local_steps",
     "not_distributed",
@@ -20,6 +21,7 @@ __all__ = [
     "skipped",
     "skipped_locally",
     "started",
+    "without_variance",
 ]
 
 log = logging.getLogger("hvd_onebit")
@@ -94,6 +96,15 @@ def dropped_errors(reason: str) -> None:
     )
 
 
+def dropped_local_steps(reason: str) -> None:
+    """Said when a checkpoint of 0/1 Adam was saved between two synchronisations and cannot be taken up as it was."""
+    log.warning(
+        "the checkpoint was saved between two synchronisations (%s): what the other ranks had done since the last one "
+        "was dropped, training goes on",
+        reason,
+    )
+
+
 def skipped(step: int, in_a_row: int) -> None:
     """Said at every skipped step."""
     if in_a_row & (in_a_row - 1):
@@ -126,6 +137,15 @@ def resumed(step: int, frozen_step: int) -> None:
 def local_steps(var_freeze_step: int | str) -> None:
     """Said once by 0/1 Adam, which has no warm-up."""
     log.info("0/1 Adam: compressed from the first step on; its variance is updated until step %s", var_freeze_step)
+
+
+def without_variance(names: list[str]) -> None:
+    """Said by 0/1 Adam when it freezes the variance of tensors that had no gradient yet."""
+    log.warning(
+        "the variance is frozen, but %s had no gradient so far and would never be trained: use a later "
+        "var_freeze_step, or keep them in full_precision",
+        ", ".join(names[:8]) + (", ..." if len(names) > 8 else ""),
+    )
 
 
 def pattern_without_match(pattern: str, nearest: str | None) -> None:

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["AUTO", "CompressionOptions", "is_full_precision", "options_from", "patterns_without_match"]
+__all__ = [
+    "AUTO",
+    "CompressionOptions",
+    "is_full_precision",
+    "local_steps_options",
+    "options_from",
+    "patterns_without_match",
+    "refuse_freeze_step",
+]
 
 AUTO = "auto"
 
@@ -135,6 +143,37 @@ def options_from(given: Mapping[str, Any]) -> CompressionOptions:
             hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
             raise TypeError(f"unknown option {name!r}; {hint}")
     return CompressionOptions(**given)
+
+
+def local_steps_options(
+    given: Mapping[str, Any],
+    *,
+    var_freeze_step: int | str,
+    var_update_scaler: int,
+    local_step_scaler: int | None,
+    local_step_clipper: int,
+) -> CompressionOptions:
+    """The options of 0/1 Adam, whose variance is frozen at `var_freeze_step`; its own numbers are checked.
+
+    Raises:
+        TypeError: an option that does not exist or that 0/1 Adam lacks.
+        ValueError: a value out of range.
+    """
+    refuse_freeze_step(given)
+    for name, value in (
+        ("var_update_scaler", var_update_scaler),
+        ("local_step_scaler", 1 if local_step_scaler is None else local_step_scaler),
+        ("local_step_clipper", local_step_clipper),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
+    return options_from({"freeze_step": var_freeze_step, **given})
+
+
+def refuse_freeze_step(given: Mapping[str, Any]) -> None:
+    """Raises TypeError for the one option that 0/1 Adam lacks."""
+    if "freeze_step" in given:
+        raise TypeError("0/1 Adam compresses from the first step on: it has var_freeze_step, not freeze_step")
 
 
 def patterns_without_match(names: Sequence[str], options: CompressionOptions) -> list[tuple[str, str | None]]:

@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_onebit.options import AUTO, CompressionOptions
 
-__all__ = ["FreezeSchedule", "SyncSchedule", "VarianceSchedule", "delay_of", "stride_of"]
+__all__ = [
+    "FreezeSchedule",
+    "RoundSchedule",
+    "Rounds",
+    "SyncSchedule",
+    "VarianceSchedule",
+    "delay_of",
+    "stride_of",
+]
 
 
 def delay_of(beta: float) -> int:
@@ -169,3 +177,56 @@ class SyncSchedule:
     def load(self, state: dict[str, Any]) -> None:
         self._frozen_step, self._last = int(state["frozen_step"]), int(state["last"])
         self._frozen_lr = float(state["frozen_lr"])
+
+
+class Rounds(NamedTuple):
+    """What 0/1 Adam communicates in one step."""
+
+    variance: bool
+    """A full-precision mean of the gradients, for the variance."""
+    sync: bool
+    """A compressed mean of what the ranks have done since the last time."""
+
+
+class RoundSchedule:
+    """The rounds of 0/1 Adam's steps (algorithm 1 there): T_v as long as the variance is live, and T_u.
+
+    A function of the number of updates and the learning rates: the same on every rank.
+    """
+
+    def __init__(self, *, var_update_scaler: int, local_step_scaler: int | None, local_step_clipper: int) -> None:
+        self._variance = VarianceSchedule(var_update_scaler)
+        self._sync = SyncSchedule(local_step_clipper, local_step_scaler)
+        self._is_live = True
+
+    @property
+    def variance_is_live(self) -> bool:
+        return self._is_live
+
+    def due(self, step: int, lr: float) -> Rounds:
+        """The rounds of this step, counted from 1, made with learning rate `lr`."""
+        return Rounds(self._is_live and self._variance.is_due(step), self._sync.is_due(step, lr))
+
+    def made(self, step: int, rounds: Rounds) -> None:
+        """Notes that the step was committed with these rounds."""
+        if rounds.variance:
+            self._variance.update(step)
+        if rounds.sync:
+            self._sync.synchronised(step)
+
+    def freeze(self, step: int, lr: float) -> None:
+        """Notes that the variance is frozen after this step, made with learning rate `lr`."""
+        self._is_live = False
+        self._sync.freeze(step, lr)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "variance": self._variance.state(),
+            "sync": self._sync.state(),
+            "variance_is_live": self._is_live,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._variance.load(state["variance"])
+        self._sync.load(state["sync"])
+        self._is_live = bool(state["variance_is_live"])

@@ -27,6 +27,7 @@ __all__ = [
     "must_thaw",
     "new_table",
     "thaw_ratio",
+    "variance_threshold",
 ]
 
 Table = npt.NDArray[np.int64]
@@ -101,6 +102,14 @@ def freeze_ready(
     return table, ready
 
 
+def variance_threshold(variance: npt.NDArray[np.float32], options: CompressionOptions) -> np.float32:
+    """The least variance that is used of this tensor; 0 without a floor, and for a tensor without any variance."""
+    # in float64, in one order whatever the number of threads, so that ranks agree to the bit
+    return (
+        np.float32(options.variance_floor * float(variance.mean(dtype=np.float64))) if variance.size else np.float32()
+    )
+
+
 def frozen_variance(
     variance: npt.NDArray[np.float32], options: CompressionOptions
 ) -> tuple[npt.NDArray[np.float32], int, int]:
@@ -108,7 +117,7 @@ def frozen_variance(
     dead = int(variance.size - np.count_nonzero(variance))
     if not variance.size:
         return variance.copy(), 0, 0
-    threshold = np.float32(options.variance_floor * float(variance.mean(dtype=np.float64)))
+    threshold = variance_threshold(variance, options)
     # into an array: of one without dimensions NumPy would make a scalar
     frozen = np.maximum(variance, threshold, out=np.empty_like(variance))
     lifted = int((variance < threshold).sum())

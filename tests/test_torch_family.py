@@ -336,6 +336,24 @@ def test_never_touched_rows_do_not_explode(name: str, dead: str) -> None:
     assert untouched.max() <= 3 * trained.max()
 
 
+def test_zero_one_adam_leaves_a_tensor_without_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    """The bits of its block say nothing of it, and its variance of zero would make them steps of any length."""
+
+    def work(transport: LocalTransport) -> torch.Tensor:
+        ps = [torch.nn.Parameter(torch.ones(50)) for _ in range(2)]
+        optimizer = wrap(FAMILY["zero one adam"](ps), transport)
+        generator = torch.Generator().manual_seed(transport.rank)
+        for _ in range(LAST):
+            ps[0].grad = torch.randn(50, generator=generator) + 0.2
+            optimizer.step()
+        assert torch.equal(ps[1].detach(), torch.ones(50))
+        return ps[0].detach()
+
+    first, second = run_ranks(2, work)
+    assert torch.equal(first, second)
+    assert "p1 had no gradient so far" in caplog.text
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_zero_momentum_frozen_and_unused_parameters(name: str) -> None:
     def work(transport: LocalTransport) -> list[torch.Tensor]:

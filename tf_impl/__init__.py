@@ -10,6 +10,15 @@ from __future__ import annotations
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.tensorflow import callbacks
 from hvd_onebit.tensorflow.distributed import DistributedOptimizer
-from hvd_onebit.tensorflow.optimizers import Lamb, OneBitAdam, OneBitLamb, OneBitSGD
+from hvd_onebit.tensorflow.optimizers import Lamb, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 
-__all__ = ["DistributedOptimizer", "Lamb", "OneBitAdam", "OneBitError", "OneBitLamb", "OneBitSGD", "callbacks"]
+__all__ = [
+    "DistributedOptimizer",
+    "Lamb",
+    "OneBitAdam",
+    "OneBitError",
+    "OneBitLamb",
+    "OneBitSGD",
+    "ZeroOneAdam",
+    "callbacks",
+]

@@ -83,6 +83,7 @@ class Sent:
     gathered: tf.Tensor
     finite: tf.Tensor
     new_errors: tuple[tf.Tensor | None, ...] = ()
+    live: tf.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,17 @@ class ExchangedBucket(Protocol):
 
     def commit(self, inputs: Inputs, sent: Sent) -> Updates:
         """What the variables become."""
+        ...
+
+    def exchange_values(self, values: Sequence[tf.Tensor], live: Sequence[tf.Tensor]) -> Sent:
+        """Collective: sends `values`, flat float32, one a variable, instead of what the rule says.
+
+        Where `live` (bool, of a value's shape, or of none for all of it) is False, coordinates take no part.
+        """
+        ...
+
+    def averages(self, sent: Sent, takes_checksum: tf.Tensor) -> list[tf.Tensor]:
+        """Commits an exchange of values: their means, flat float32, 0 where they are not live."""
         ...
 
     def rollback(self, sent: Sent) -> None: ...
@@ -163,7 +175,38 @@ class HostBucket:
             return exchange.compress(*self._given)
 
         arrays = [*inputs.gradients, *inputs.momenta, *variances]
-        message = on_host(compress, [*inputs.moment, *arrays], tf.uint8, stateful=False)
+        return self._send(on_host(compress, [*inputs.moment, *arrays], tf.uint8, stateful=False))
+
+    def exchange_values(self, values: Sequence[tf.Tensor], live: Sequence[tf.Tensor]) -> Sent:
+        """Collective: the same with values of the caller's own."""
+        count = len(self.members)
+
+        def compress(*arrays: Any) -> Any:
+            self._set_live_where(arrays[count:])
+            given = self._memory.take()
+            np.concatenate(arrays[:count], out=given)
+            self._given = (given, None, 0.0)
+            return self._exchange.compress(*self._given)
+
+        return self._send(on_host(compress, [*values, *live], tf.uint8, stateful=False))
+
+    def averages(self, sent: Sent, takes_checksum: tf.Tensor) -> list[tf.Tensor]:
+        """The means, from the bits that all ranks have."""
+
+        def average(takes: Any) -> Any:
+            self._given = None
+            averaged = self._memory.take()
+            self._exchange.average(averaged)
+            self.checksum = zlib.crc32(self._exchange.checksum_bytes()) if takes else 0
+            self._exchange.commit()
+            return self._views(averaged)
+
+        with tf.control_dependencies([sent.finite]):
+            means = on_host(average, [takes_checksum], [tf.float32] * len(self.members), stateful=False)
+        return [tf.ensure_shape(mean, [size]) for mean, size in zip(means, self.bucket.sizes, strict=True)]
+
+    def _send(self, message: tf.Tensor) -> Sent:
+        exchange = self._exchange
         if exchange.is_two_phase:
             message.set_shape([sum(exchange.alltoall_bytes[0])])
             name = f"{self.bucket.name}.alltoall"
@@ -281,6 +324,15 @@ class HostBucket:
         edges = zip(self.bucket.offsets, self.bucket.sizes, strict=True)
         return [flat[offset : offset + size] for offset, size in edges]
 
+    def _set_live_where(self, moving: Sequence[npt.NDArray[np.bool_]]) -> None:
+        if all(each.all() for each in moving):
+            self._exchange.live = None
+            return
+        live = np.empty(self.bucket.num_elements, np.float32)
+        for view, each in zip(self._views(live), moving, strict=True):
+            view[:] = each
+        self._exchange.live = live
+
     def _set_live(self, table: Any, variances: Sequence[Floats]) -> None:
         """Holds the variables that aren't compressed yet, and with dead="hold" the coordinates without variance."""
         frozen = np.ascontiguousarray(table[FROZEN_STEP, list(self.members)])
@@ -362,8 +414,21 @@ class DeviceBucket:
 
     def exchange(self, inputs: Inputs) -> Sent:
         """Collective: compress, send, reduce, send, in the graph."""
-        live = self._live(inputs)
-        z = self._momentum_to_send(inputs)
+        return self._send(self._momentum_to_send(inputs), self._live(inputs))
+
+    def exchange_values(self, values: Sequence[tf.Tensor], live: Sequence[tf.Tensor]) -> Sent:
+        """Collective: the same with values of the caller's own."""
+        sizes = self.bucket.sizes
+        alive = [tf.broadcast_to(tf.cast(each, tf.float32), [n]) for each, n in zip(live, sizes, strict=True)]
+        return self._send(tf.concat(values, 0), tf.concat(alive, 0))
+
+    def averages(self, sent: Sent, takes_checksum: tf.Tensor) -> list[tf.Tensor]:
+        """The means, from the bits that all ranks have."""
+        averaged = self._commit_average(sent, sent.live)
+        self._take_checksum(sent, takes_checksum)
+        return list(tf.split(averaged, list(self.bucket.sizes)))
+
+    def _send(self, z: tf.Tensor, live: tf.Tensor | None) -> Sent:
         error = None if self._worker_error is None else tf.convert_to_tensor(self._worker_error)
         parts = [self._compress(z[c.start : c.stop], _cut(error, c), c, _cut(live, c)) for c in self._chunks]
         worker_error = None if error is None else tf.concat([new for _, new in parts], 0)
@@ -385,18 +450,19 @@ class DeviceBucket:
             for chunk, each in zip(self._chunks, replies, strict=True)
             for s in chunk.segments
         ]
-        return Sent(gathered, tf.reduce_all(tf.stack(finite)), (worker_error, server_error))
+        return Sent(gathered, tf.reduce_all(tf.stack(finite)), (worker_error, server_error), live)
 
-    def commit(self, inputs: Inputs, sent: Sent) -> Updates:
-        """The update, from the bits that all ranks have."""
-        live = self._live(inputs)
+    def _commit_average(self, sent: Sent, live: tf.Tensor | None) -> tf.Tensor:
         replies = self._replies(sent.gathered)
-        averaged = tf.concat(
-            [self._average(c, each, _cut(live, c)) for c, each in zip(self._chunks, replies, strict=True)], 0
-        )
+        averaged = [self._average(c, each, _cut(live, c)) for c, each in zip(self._chunks, replies, strict=True)]
         for variable, new_error in zip((self._worker_error, self._server_error), sent.new_errors, strict=True):
             if variable is not None:
                 variable.assign(new_error)
+        return tf.concat(averaged, 0)
+
+    def commit(self, inputs: Inputs, sent: Sent) -> Updates:
+        """The update, from the bits that all ranks have."""
+        averaged = self._commit_average(sent, self._live(inputs))
         updated = []
         numbers = self._numbers(inputs)
         for i, (index, part) in enumerate(zip(self.members, tf.split(averaged, list(self.bucket.sizes)), strict=True)):
@@ -410,7 +476,9 @@ class DeviceBucket:
                 for mine, theirs in zip(_parts(old), _parts(new), strict=True)
             ]
             updated.append(Tensors(*kept))
-        self._take_checksum(inputs, sent)
+        every = self._options.check_every
+        if every:
+            self._take_checksum(sent, (inputs.step + 1) % every == 0)
         return Updates(
             [each.parameter for each in updated],
             [each.momentum for each in updated],
@@ -421,16 +489,12 @@ class DeviceBucket:
     def rollback(self, sent: Sent) -> None:
         """Nothing was changed."""
 
-    def _take_checksum(self, inputs: Inputs, sent: Sent) -> None:
-        every = self._options.check_every
-        if not every:
-            return
-
-        def take(gathered: Any, step: Any) -> Any:
-            self.checksum = zlib.crc32(gathered.tobytes()) if (int(step) + 1) % every == 0 else 0
+    def _take_checksum(self, sent: Sent, takes_it: tf.Tensor) -> None:
+        def take(gathered: Any, takes: Any) -> Any:
+            self.checksum = zlib.crc32(gathered.tobytes()) if takes else 0
             return np.bool_(True)
 
-        on_host(take, [sent.gathered, inputs.step], tf.bool)
+        on_host(take, [sent.gathered, takes_it], tf.bool)
 
     def _momentum_to_send(self, inputs: Inputs) -> tf.Tensor:
         parts = []

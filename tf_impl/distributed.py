@@ -19,14 +19,15 @@ import tensorflow as tf
 from tensorflow.python.framework import ops as graph_ops
 from tensorflow.python.ops import control_flow_util
 
-from hvd_onebit.errors import OneBitError
-from hvd_onebit.options import CompressionOptions, options_from
+from hvd_onebit.errors import OneBitError, scaler_with_local_steps
+from hvd_onebit.options import CompressionOptions, options_from, refuse_freeze_step
 from hvd_onebit.rules import ordered_norm
 from hvd_onebit.stats import Stats
 from hvd_onebit.tensorflow.buckets import on_host
 from hvd_onebit.tensorflow.codec import is_on_host
 from hvd_onebit.tensorflow.engine import FORMAT_VERSION, CompressionEngine, native
-from hvd_onebit.tensorflow.optimizers import Lamb, LambUpdate, OneBitAdam, OneBitLamb, OneBitSGD
+from hvd_onebit.tensorflow.local_steps import LocalStepsEngine, LocalStepsRule
+from hvd_onebit.tensorflow.optimizers import Lamb, LambUpdate, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 from hvd_onebit.tensorflow.rules import AdamRule, LambRule, Rule, SgdRule
 from hvd_onebit.tensorflow.transport import HorovodTransport, HostTransport, TensorTransport
 from hvd_onebit.transport import Transport
@@ -112,9 +113,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     by the first `apply`: variables added later are refused.
 
     Args:
-        optimizer: keras.optimizers.Adam, AdamW, Lamb or SGD with momentum, OneBitAdam, Lamb, OneBitLamb or OneBitSGD,
-            or a keras.optimizers.LossScaleOptimizer of one. With mixed_float16 do wrap it in a LossScaleOptimizer
-            first: Keras's own, put around this one, looks for overflow on one rank only, and is refused.
+        optimizer: keras.optimizers.Adam, AdamW, Lamb or SGD with momentum, OneBitAdam, Lamb, OneBitLamb, OneBitSGD or
+            ZeroOneAdam, or a keras.optimizers.LossScaleOptimizer of one but the last. With mixed_float16 do wrap it in
+            a LossScaleOptimizer first: Keras's own, put around this one, looks for overflow on one rank only, and is
+            refused.
         compression: hvd.Compression for the full-precision stage; default none.
         backward_passes_per_step: as in Horovod: that many calls of `apply` make one exchange and one step of the
             schedule, of their gradients' sum. An optimizer's own gradient_accumulation_steps takes their mean.
@@ -206,6 +208,8 @@ def _options_of(optimizer: Any, given: dict[str, Any]) -> CompressionOptions:
         default = {"freeze_step": 0} if isinstance(optimizer, keras.optimizers.SGD) else {}
         return options_from({**default, **given})
     options_from(given)
+    if isinstance(optimizer, ZeroOneAdam):
+        refuse_freeze_step(given)
     return replace(own, **given)
 
 
@@ -286,6 +290,7 @@ class _Distributed(_Base):
     """What is put over Keras's optimizer classes."""
 
     rule_type: type[Rule] = AdamRule
+    engine_type: type[CompressionEngine] = CompressionEngine
 
     def __init__(self, *args: Any, onebit: _Settings | dict[str, Any] | None = None, **kwargs: Any) -> None:
         if onebit is None:
@@ -366,7 +371,7 @@ class _Distributed(_Base):
             gradient_scale = float(transport.size) if settings.op == hvd.Sum else 1.0
             wire_bytes = 2 if settings.compression == hvd.Compression.fp16 else 8
         self._engine = _Untracked(
-            CompressionEngine(
+            self.engine_type(
                 self,
                 self.rule_type(self, self._trainable_variables, settings.options),
                 self._trainable_variables,
@@ -630,6 +635,14 @@ class DistributedOneBitLamb(_DistributedLamb, OneBitLamb):
         return 0.0
 
 
+@keras.saving.register_keras_serializable(package="hvd_onebit")
+class DistributedZeroOneAdam(_Distributed, ZeroOneAdam):
+    """ZeroOneAdam on Horovod; made by `DistributedOptimizer`."""
+
+    rule_type = LocalStepsRule
+    engine_type = LocalStepsEngine
+
+
 _CLASSES: dict[type, type[_Distributed]] = {
     keras.optimizers.Adam: DistributedAdam,
     keras.optimizers.AdamW: DistributedAdamW,
@@ -639,6 +652,7 @@ _CLASSES: dict[type, type[_Distributed]] = {
     OneBitSGD: DistributedOneBitSGD,
     Lamb: DistributedLamb,
     OneBitLamb: DistributedOneBitLamb,
+    ZeroOneAdam: DistributedZeroOneAdam,
 }
 
 
@@ -693,6 +707,8 @@ class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 def _distributed_loss_scaling(optimizer: Any, **arguments: Any) -> DistributedLossScaleOptimizer:
     if is_distributed(optimizer) or is_distributed(optimizer.inner_optimizer):
         raise TypeError("this optimizer is distributed already: wrap it once, with one DistributedOptimizer")
+    if isinstance(optimizer.inner_optimizer, ZeroOneAdam):
+        raise scaler_with_local_steps()
     inner = DistributedOptimizer(optimizer.inner_optimizer, **arguments)
     scaling = DistributedLossScaleOptimizer(
         inner,

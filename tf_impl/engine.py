@@ -40,7 +40,7 @@ from hvd_onebit.tensorflow.codec import is_on_host
 from hvd_onebit.tensorflow.rules import Rule, native
 from hvd_onebit.tensorflow.transport import TensorTransport, split_frames
 
-__all__ = ["FORMAT_VERSION", "CompressionEngine", "native"]
+__all__ = ["FORMAT_VERSION", "CompressionEngine", "flat_tensor", "native", "pack_schedule", "unpack_schedule"]
 
 FORMAT_VERSION = 1
 
@@ -82,6 +82,7 @@ class CompressionEngine:
         self._names = [getattr(v, "path", v.name) for v in variables]
         self._sizes = [int(np.prod(v.shape, dtype=np.int64)) for v in self._variables]
         self._gradient_scale = gradient_scale
+        self._wire_bytes = wire_bytes
         self._compressible = [
             i
             for i, v in enumerate(self._variables)
@@ -218,8 +219,8 @@ class CompressionEngine:
         table: tf.Tensor,
     ) -> Inputs:
         members = bucket.members
-        parameters = [_flat(self._variables[i]) for i in members]
-        flat = [_flat(gradients[i]) for i in members]
+        parameters = [flat_tensor(self._variables[i]) for i in members]
+        flat = [flat_tensor(gradients[i]) for i in members]
         if self._gradient_scale != 1.0:
             flat = [g * np.float32(self._gradient_scale) for g in flat]
         coupled = [self._optimizer.coupled_weight_decay(self._variables[i]) for i in members]
@@ -227,9 +228,9 @@ class CompressionEngine:
         return Inputs(
             gradients=flat,
             parameters=parameters,
-            momenta=[_flat(self.rule.momentum_of(i)) for i in members],
-            variances=[_flat(self.rule.variance_of(i)) for i in members] if self.rule.has_variance else [],
-            fresh=[_flat(native(self.fresh[i])) for i in members] if self.fresh else [],
+            momenta=[flat_tensor(self.rule.momentum_of(i)) for i in members],
+            variances=[flat_tensor(self.rule.variance_of(i)) for i in members] if self.rule.has_variance else [],
+            fresh=[flat_tensor(native(self.fresh[i])) for i in members] if self.fresh else [],
             table=table,
             scalars=self._scalars(),
             step=step,
@@ -417,7 +418,7 @@ class CompressionEngine:
 
     def _freeze_when_due(self, step: tf.Tensor, lr: tf.Tensor, table: tf.Tensor) -> bool:
         variances = [self.rule.variance_of(i) for i in self._compressible] if self.rule.has_variance else []
-        flat = [_flat(v) for v in variances]
+        flat = [flat_tensor(v) for v in variances]
         given = [step, lr, table, native(self.schedule)]
         new_table, schedule, ready = on_host(self._decide, [*given, *flat], [tf.int64, tf.float64, tf.bool])
         native(self.table).assign(tf.ensure_shape(new_table, table.shape))
@@ -446,13 +447,13 @@ class CompressionEngine:
             indices = [self._compressible[i] for i in chosen]
             return self.rule.frozen_scalars(indices, table, [momenta[i] for i in chosen])
 
-        momenta = [_flat(self.rule.momentum_of(i)) for i in self._compressible]
+        momenta = [flat_tensor(self.rule.momentum_of(i)) for i in self._compressible]
         new = on_host(compute, [ready, tf.identity(scalars), *momenta], tf.float64)
         scalars.assign(tf.ensure_shape(new, scalars.shape))
 
     def _decide(self, step: Any, lr: Any, table: Any, schedule: Any, *variances: Any) -> Any:
         variance_of = dict(zip(self._compressible, variances, strict=False))
-        self._schedule.load(_unpack_schedule(schedule))
+        self._schedule.load(unpack_schedule(schedule))
         now = int(step) + 1
         waiting = [v for i, v in variance_of.items() if not table[FROZEN_STEP, i]]
         correction = bias_correction(self.rule.memory, now) if self.rule.bias_corrected else 1.0
@@ -472,7 +473,7 @@ class CompressionEngine:
         )
         mask = np.zeros(len(self._compressible), bool)
         mask[[self._compressible.index(i) for i in ready]] = True
-        return table, _pack_schedule(self._schedule.state(), len(schedule)), mask
+        return table, pack_schedule(self._schedule.state(), len(schedule)), mask
 
     def _freeze(self, step: Any, table: Any, ready: Any, *variances: Any) -> list[Any]:
         frozen = []
@@ -510,7 +511,11 @@ class CompressionEngine:
             notices.one_rank()
         elif not self._compressible:
             notices.nothing_to_compress("every parameter is kept in full precision by full_precision or min_elements")
-        elif self.stats.stage == WARM_UP:
+        else:
+            self._tell_stage()
+
+    def _tell_stage(self) -> None:
+        if self.stats.stage == WARM_UP:
             notices.started(self.options.freeze_step, self.rule.memory)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -577,7 +582,8 @@ class CompressionEngine:
                 notices.dropped_errors(f"bucket {name} is exchanged in another way now")
 
 
-def _flat(tensor: Any) -> tf.Tensor:
+def flat_tensor(tensor: Any) -> tf.Tensor:
+    """The tensor as float32 of one dimension."""
     return tf.reshape(tf.cast(tf.convert_to_tensor(tensor), tf.float32), [-1])
 
 
@@ -585,11 +591,13 @@ def _raise_disagreement(frames: Any) -> Any:
     raise_disagreement(split_frames(frames.tobytes()))
 
 
-def _pack_schedule(state: dict[str, Any], length: int) -> Array:
+def pack_schedule(state: dict[str, Any], length: int) -> Array:
+    """What FreezeSchedule.state() returned, for the optimizer's variable."""
     flat = [state["highest_lr"], state["last_rise"], *(x for pair in state["norms"] for x in pair)]
     return np.array(flat + [0.0] * (length - len(flat)), np.float64)
 
 
-def _unpack_schedule(packed: Array) -> dict[str, Any]:
+def unpack_schedule(packed: Array) -> dict[str, Any]:
+    """The other way round."""
     pairs = [[int(step), float(norm)] for step, norm in packed[2:].reshape(-1, 2) if step > 0]
     return {"norms": pairs, "highest_lr": float(packed[0]), "last_rise": int(packed[1])}

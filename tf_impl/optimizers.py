@@ -12,11 +12,11 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from hvd_onebit.options import CompressionOptions, options_from
+from hvd_onebit.options import CompressionOptions, local_steps_options, options_from
 from hvd_onebit.rules import LambFactors, check_range
 from hvd_onebit.tensorflow.rules import COEFF_AVERAGE, COEFF_UPDATES, LAMB_ROWS
 
-__all__ = ["Lamb", "LambUpdate", "OneBitAdam", "OneBitLamb", "OneBitSGD"]
+__all__ = ["Lamb", "LambUpdate", "OneBitAdam", "OneBitLamb", "OneBitSGD", "ZeroOneAdam"]
 
 # Keras's class comes next in the order of methods; it is unknown to type checkers, and so are its attributes
 _Base: Any = object
@@ -366,6 +366,76 @@ class OneBitLamb(_WithOptions, Lamb):
         """Keras's, with these options."""
         own = {name: getattr(self.lamb_factors, name) for name in ("factor_max", "factor_min", "factor_threshold")}
         return {**super().get_config(), **own}
+
+
+@keras.saving.register_keras_serializable(package="hvd_onebit")
+class ZeroOneAdam(_WithOptions, _WithCoupledDecay, _BiasedAdam):
+    """0/1 Adam (Lu et al. 2022, arXiv 2202.06009): local steps between ever rarer one-bit synchronisations.
+
+    In one process, or before `DistributedOptimizer` wraps it, it is keras.optimizers.Adam.
+
+    Args:
+        learning_rate: as for keras.optimizers.Adam, and so beta_1, beta_2, epsilon, weight_decay, clipnorm and all
+            other keyword arguments that it takes, but amsgrad.
+        beta_1: decay rate of the momentum.
+        beta_2: decay rate of the variance.
+        epsilon: added to the root of the variance before its bias is corrected, as Keras does.
+        bias_correction: False for the paper's Adam, which corrects no bias.
+        decoupled_weight_decay: as for OneBitAdam.
+        var_freeze_step: updates after which the variance is frozen; "auto" for 1-bit Adam's rule.
+        var_update_scaler: kappa: the variance is updated at gaps of 2**floor(j/kappa).
+        local_step_scaler: the gap between synchronisations doubles every so many steps after the freeze; None: each
+            time the learning rate has halved.
+        local_step_clipper: H, the longest such gap.
+        **kwargs: Keras's, and options of `hvd_onebit.options.CompressionOptions` but freeze_step.
+
+    Raises:
+        TypeError: an unknown option, named with the nearest known one.
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        *,
+        bias_correction: bool = True,
+        decoupled_weight_decay: bool = True,
+        var_freeze_step: int | str = "auto",
+        var_update_scaler: int = 16,
+        local_step_scaler: int | None = None,
+        local_step_clipper: int = 16,
+        **kwargs: Any,
+    ) -> None:
+        kerass, compression = _split(kwargs)
+        options = local_steps_options(
+            compression,
+            var_freeze_step=var_freeze_step,
+            var_update_scaler=var_update_scaler,
+            local_step_scaler=local_step_scaler,
+            local_step_clipper=local_step_clipper,
+        )
+        super().__init__(learning_rate=learning_rate, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, **kerass)
+        self.compression_options = options
+        self.bias_correction = bias_correction
+        self.decoupled_weight_decay = decoupled_weight_decay
+        self.var_update_scaler = var_update_scaler
+        self.local_step_scaler = local_step_scaler
+        self.local_step_clipper = local_step_clipper
+
+    def get_config(self) -> dict[str, Any]:
+        """Keras's, with the compression options that differ from their defaults."""
+        config = super().get_config()
+        del config["amsgrad"]
+        own = {
+            "var_freeze_step": config.pop("freeze_step", self.compression_options.freeze_step),
+            "var_update_scaler": self.var_update_scaler,
+            "local_step_scaler": self.local_step_scaler,
+            "local_step_clipper": self.local_step_clipper,
+        }
+        return {**config, **own}
 
 
 def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_onebit.errors import OneBitError
-from hvd_onebit.options import CompressionOptions, options_from
+from hvd_onebit.errors import OneBitError, scaler_with_local_steps
+from hvd_onebit.options import CompressionOptions, options_from, refuse_freeze_step
 from hvd_onebit.stats import WARM_UP, Stats, ring_allreduce_bytes
 from hvd_onebit.torch.engine import FORMAT_VERSION, CompressionEngine, Engine
 from hvd_onebit.torch.local_steps import LocalStepsEngine, LocalStepsRule
@@ -113,7 +113,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     options_given = _options_of(optimizer, options)
     _check_optimizer(optimizer, options_given)
     if grad_scaler is not None and isinstance(optimizer, ZeroOneAdam):
-        raise ValueError("0/1 Adam's ranks step by themselves, and a scaler would skip one of them alone: use bfloat16")
+        raise scaler_with_local_steps()
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step!r}")
     if transport is None:
@@ -143,6 +143,8 @@ def _options_of(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> Comp
         default = {"freeze_step": 0} if isinstance(optimizer, torch.optim.SGD) else {}
         return options_from({**default, **given})
     options_from(given)
+    if isinstance(optimizer, ZeroOneAdam):
+        refuse_freeze_step(given)
     return replace(own, **given)
 
 

@@ -810,11 +810,6 @@ def floor_variance(variance: Tensor, options: CompressionOptions, stats: Stats) 
     return torch.from_numpy(frozen).to(variance.device)
 
 
-def mean_of(variance: Tensor) -> float:
-    """The mean in float64, summed in one order whatever the number of threads, so that ranks agree to the bit."""
-    return float(variance.detach().cpu().numpy().mean(dtype="float64"))
-
-
 def _first_bytes(tensor: Tensor) -> bytes:
     """Enough of a tensor to see that replicas have parted, little enough to cost nothing."""
     return tensor.detach().reshape(-1)[:4096].float().cpu().numpy().tobytes()

@@ -15,13 +15,21 @@ import torch
 from torch import Tensor
 
 from hvd_onebit import notices
-from hvd_onebit.errors import OneBitError
+from hvd_onebit.errors import OneBitError, stuck
 from hvd_onebit.rules import AdamStep, adam_step, denominator
-from hvd_onebit.schedule import SyncSchedule, VarianceSchedule
+from hvd_onebit.schedule import Rounds, RoundSchedule
+from hvd_onebit.stage import variance_threshold
 from hvd_onebit.stats import COMPRESSION, ring_allreduce_bytes
 from hvd_onebit.step import Inputs
-from hvd_onebit.torch.engine import SCHEDULE, Engine, all_finite, mean_of
-from hvd_onebit.torch.rules import FROZEN_STEP, NOT_FROZEN, VARIANCE_STEPS, AdamRule, square_root
+from hvd_onebit.torch.engine import SCHEDULE, Engine, all_finite
+from hvd_onebit.torch.rules import (
+    FROZEN_STEP,
+    NOT_FROZEN,
+    VARIANCE_STEPS,
+    AdamRule,
+    CompressedBucket,
+    square_root,
+)
 
 __all__ = ["LocalStepsEngine", "LocalStepsRule"]
 
@@ -29,7 +37,6 @@ ANCHOR = "onebit_anchor"  # the parameter as it was after the last synchronisati
 ACCUMULATED = "onebit_accumulated"  # u, the sum of lr*momentum since then: this rank's own
 FLOOR = "onebit_floor"  # the least variance that is used, of this tensor
 RATE_SUMS = "rate_sums"  # in the schedule: the sum of lr since the last synchronisation, by bucket
-_STUCK = "gradients were NaN or infinite for {} steps in a row"
 
 
 class LocalStepsRule(AdamRule):
@@ -53,11 +60,10 @@ class LocalStepsEngine(Engine):
 
     def __init__(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         group = optimizer.param_groups[0]
-        self._variance_schedule = VarianceSchedule(group["var_update_scaler"])
-        self._sync_schedule = SyncSchedule(group["local_step_clipper"], group["local_step_scaler"])
+        names = ("var_update_scaler", "local_step_scaler", "local_step_clipper")
+        self._rounds = RoundSchedule(**{name: group[name] for name in names})
         self._rate_sums: dict[str, float] = {}
         self._skipped_locally = 0  # in a row
-        self._variance_is_live = True
         self._accumulated: dict[str, Tensor] = {}
         super().__init__(optimizer, *args, **kwargs)
 
@@ -74,17 +80,13 @@ class LocalStepsEngine(Engine):
     def _schedule_state(self) -> dict[str, Any]:
         return {
             "freeze": self._schedule.state(),
-            "variance": self._variance_schedule.state(),
-            "sync": self._sync_schedule.state(),
-            "variance_is_live": self._variance_is_live,
+            **self._rounds.state(),
             RATE_SUMS: dict(self._rate_sums),
         }
 
     def _load_schedule(self, state: dict[str, Any]) -> None:
         self._schedule.load(state["freeze"])
-        self._variance_schedule.load(state["variance"])
-        self._sync_schedule.load(state["sync"])
-        self._variance_is_live = bool(state["variance_is_live"])
+        self._rounds.load(state)
         self._rate_sums = dict(state[RATE_SUMS])
 
     def _thaw_if_early(self) -> None:
@@ -140,24 +142,24 @@ class LocalStepsEngine(Engine):
     def apply(self, full_precision_step: Callable[[], None]) -> None:
         step = self.step + 1
         lr = max(float(group["lr"]) for group in self._optimizer.param_groups)
-        variance_due = bool(self._buckets) and self._variance_is_live and self._variance_schedule.is_due(step)
-        sync_due = bool(self._buckets) and self._sync_schedule.is_due(step, lr)
-        if variance_due or sync_due:
+        due = self._rounds.due(step, lr) if self._buckets else Rounds(variance=False, sync=False)
+        if any(due):
             self._start_agreement()
             self._finish_agreement()
             if self._is_stuck:
-                raise OneBitError(_STUCK.format(self.options.max_skipped_steps))
+                raise OneBitError(stuck(self.options.max_skipped_steps))
         self._set_checksums({})
         for bucket in self._all_buckets():
             bucket.gather(self._gradient_scale)  # unscaled by now, if there is a scaler
-        if variance_due and self._finite:
+        if due.variance and self._finite:
             self._finite = self._update_variance()
         if self._finite:
             self._step_uncompressed(full_precision_step)
             self._step_locally(step)
-            if sync_due:
-                self._synchronise(step)
-            if self._variance_is_live:
+            if due.sync:
+                self._synchronise()
+            self._rounds.made(step, due)
+            if self._rounds.variance_is_live:
                 self._freeze_when_due(step, lr)
             self._optimizer.param_groups[0][SCHEDULE] = self._schedule_state()
         self._end_step(COMPRESSION if self._buckets else "warm-up")
@@ -168,8 +170,8 @@ class LocalStepsEngine(Engine):
 
     def _dynamic_fields(self) -> dict[str, Any]:
         # a rank that could not use its gradients for long stops all of them at the next round
-        stuck = {_STUCK.format(self.options.max_skipped_steps): True} if self._is_stuck else {}
-        return {**super()._dynamic_fields(), **stuck}
+        is_stuck = {stuck(self.options.max_skipped_steps): True} if self._is_stuck else {}
+        return {**super()._dynamic_fields(), **is_stuck}
 
     def _update_variance(self) -> bool:
         """Collective: one full-precision round for v; False when a rank's gradient was not finite."""
@@ -188,11 +190,25 @@ class LocalStepsEngine(Engine):
                 variance = state["exp_avg_sq"]
                 variance.mul_(beta2).add_(gradient.square() * (1.0 - beta2))
                 state[VARIANCE_STEPS] += 1
-                state[FLOOR] = self.options.variance_floor * mean_of(variance)
+                state[FLOOR] = float(variance_threshold(variance.detach().cpu().numpy(), self.options))
             self._mark_live(bucket)
-        self._variance_schedule.update(self.step + 1)
         self.stats.variance_updates += 1
         return True
+
+    def _mark_live(self, bucket: CompressedBucket) -> None:
+        if self.options.dead == "hold":
+            super()._mark_live(bucket)
+            return
+        states = [self._states()[p] for p in bucket.parameters]
+        bucket.exchange.live = None
+        if any(self._is_still(state) for state in states):
+            bucket.exchange.live = bucket.codec.zeros(bucket.bucket.num_elements)
+            for state, live in zip(states, bucket.views(bucket.exchange.live), strict=True):
+                live.fill_(0.0 if self._is_still(state) else 1.0)
+
+    def _is_still(self, state: dict[str, Any]) -> bool:
+        """Without any variance there is nothing to lift: bits of its block's would throw the tensor far away."""
+        return bool(self.options.variance_floor) and not state[FLOOR]
 
     def _step_locally(self, step: int) -> None:
         """Every rank's own step; a rank whose gradient is not finite adds nothing to its momentum this once."""
@@ -223,9 +239,8 @@ class LocalStepsEngine(Engine):
             self.stats.steps_skipped += 1
             notices.skipped_locally(step, self._transport.rank, self._skipped_locally)
 
-    def _synchronise(self, step: int) -> None:
+    def _synchronise(self) -> None:
         """Collective: averages what the ranks have done since the last time; all are equal again, bit for bit."""
-        self._sync_schedule.synchronised(step)
         if not any(self._rate_sums.values()):
             return  # lr was 0 all the time: nobody has moved
         # a group whose lr was 0 has not moved: all ranks leave it out
@@ -266,6 +281,9 @@ class LocalStepsEngine(Engine):
         """Moves p to start - distance/(sqrt(v)/correction + eps); held coordinates stay where they are."""
         if not p.requires_grad:
             return
+        if self.options.dead != "hold" and self._is_still(state):
+            p.copy_(start)
+            return
         variance = state["exp_avg_sq"]
         used = variance.clamp(min=state[FLOOR]) if state[FLOOR] else variance
         moved = start - distance / denominator(used, numbers, square_root)
@@ -275,14 +293,18 @@ class LocalStepsEngine(Engine):
         if not self._buckets:
             return
         if self._schedule.should_freeze(step, lr, self._variance_norm):
-            self._variance_is_live = False
-            self._sync_schedule.freeze(step, lr)
+            self._rounds.freeze(step, lr)
+            still: list[str] = []
             for bucket in self._all_buckets():
                 for p in bucket.parameters:
                     state = self._states()[p]
-                    self.stats.dead_elements += int((state["exp_avg_sq"] == 0).sum())
+                    dead = int((state["exp_avg_sq"] == 0).sum())
+                    self.stats.dead_elements += dead
+                    still += [self.names[p]] if dead == p.numel() else []
                     if state[FLOOR]:
                         self.stats.floored_elements += int((state["exp_avg_sq"] < state[FLOOR]).sum())
+            if still and self._transport.rank == 0:
+                notices.without_variance(still)
 
     def _variance_norm(self) -> float:
         total = 0.0

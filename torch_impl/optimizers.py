@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_onebit.options import options_from
+from hvd_onebit.options import local_steps_options, options_from
 from hvd_onebit.rules import (
     LambFactors,
     adam_step,
@@ -346,16 +346,12 @@ class ZeroOneAdam(_BiasedAdam):
         local_step_clipper: int = 16,
         **compression: Any,
     ) -> None:
-        if "freeze_step" in compression:
-            raise TypeError("0/1 Adam compresses from the first step on: it has var_freeze_step, not freeze_step")
-        for name, value in (
-            ("var_update_scaler", var_update_scaler),
-            ("local_step_scaler", 1 if local_step_scaler is None else local_step_scaler),
-            ("local_step_clipper", local_step_clipper),
-        ):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
-        self.compression_options = options_from({"freeze_step": var_freeze_step, **compression})
+        own: dict[str, Any] = {
+            "var_update_scaler": var_update_scaler,
+            "local_step_scaler": local_step_scaler,
+            "local_step_clipper": local_step_clipper,
+        }
+        self.compression_options = local_steps_options(compression, var_freeze_step=var_freeze_step, **own)
         super().__init__(
             params,
             lr=lr,
@@ -365,12 +361,7 @@ class ZeroOneAdam(_BiasedAdam):
             maximize=maximize,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        settings: dict[str, Any] = {
-            "bias_correction": bias_correction,
-            "var_update_scaler": var_update_scaler,
-            "local_step_scaler": local_step_scaler,
-            "local_step_clipper": local_step_clipper,
-        }
+        settings = {"bias_correction": bias_correction, **own}
         self.defaults.update(settings)
         for group in self.param_groups:
             for key, setting in settings.items():

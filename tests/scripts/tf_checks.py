@@ -294,6 +294,57 @@ def a_model_without_the_wrapper_gets_a_notice() -> None:
 
 
 @check
+def zero_one_adam_fits() -> None:
+    """In model.fit's graph, both exchanges, on into local steps; the last step is one of no round."""
+    for exchange in ("one_shot", "two_phase"):
+        network = model(built=False)
+        zero_one = onebit.ZeroOneAdam(
+            0.01, beta_2=0.9, weight_decay=0.01, var_freeze_step=8, var_update_scaler=2, local_step_scaler=2
+        )
+        optimizer = distribute(zero_one, exchange=exchange)
+        network.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        x, y = data(hvd.rank(), 20)
+        start = onebit.callbacks.BroadcastGlobalVariablesCallback(0)
+        seen: list[Any] = []
+
+        def note(batch: int, logs: Any, seen: list[Any] = seen, network: Any = network) -> None:
+            seen.append((network.optimizer.stats.rounds, network.get_weights()))
+
+        watch = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+        network.fit(x, y, batch_size=16, verbose=0, shuffle=False, callbacks=[start, watch])
+        stats = optimizer.stats
+        assert (stats.step, stats.frozen_step, stats.variance_updates) == (20, 8, 5), stats
+        assert stats.rounds == 8 + 2, stats  # steps 9 and 11, then the gap is 4, 8, 16
+        assert stats.bytes_per_step[COMPRESSION] == 0.0
+        for step, (rounds, weights) in enumerate(seen):
+            if step and rounds > seen[step - 1][0]:
+                assert_replicas(weights, f"{exchange}, step {step}")
+        assert len({w[0].tobytes() for w in hvd.allgather_object(seen[-1][1])}) == hvd.size()
+
+
+@check
+def zero_one_adam_meets_for_3000_steps() -> None:
+    """Replicas are equal bit for bit at every synchronisation, and apart between two."""
+    trained = variables([(33,)])
+    zero_one = onebit.ZeroOneAdam(0.01, weight_decay=0.01, var_freeze_step=100, local_step_scaler=500)
+    optimizer = distribute(zero_one)
+    generator = np.random.default_rng(hvd.rank())
+    met, apart, rounds = [], [], 0
+    for _ in range(3000):
+        x = trained[0].numpy()
+        optimizer.apply([tf.constant(x * np.float32(0.1) + generator.standard_normal(33, np.float32))], trained)
+        seen = met if optimizer.stats.rounds > rounds else apart
+        seen.append(trained[0].numpy().tobytes())
+        rounds = optimizer.stats.rounds
+    assert optimizer.stats.step == 3000
+    assert 100 < rounds < 1500
+    mine, others = hvd.allgather_object((met, apart))
+    assert mine[0] == others[0]
+    assert len(met) == rounds
+    assert not set(mine[1]) & set(others[1])
+
+
+@check
 def horovods_arguments() -> None:
     """Sum, fp16 on the wire, predivision, groups: as many ways to the same mean."""
     results = []
