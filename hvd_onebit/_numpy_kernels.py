@@ -26,6 +26,7 @@ _Bytes = NDArray[np.uint8]
 def compress(
     gradient: _Floats,
     momentum: _Floats | None,
+    kept: Sequence[_Bytes] | None,
     beta: float,
     one_minus_beta: float,
     error: _Floats | None,
@@ -40,7 +41,9 @@ def compress(
     compressor = _Compressor(gradient.size, error, message, block, mean, live)
     for begin, end in _chunks(gradient.size, block):
         z = gradient[begin:end]
-        if momentum is not None:
+        if kept is not None:
+            z = beta32 * _mean(kept, begin, end, gradient.size, block) + one_minus_beta32 * z
+        elif momentum is not None:
             z = beta32 * momentum[begin:end] + one_minus_beta32 * z
         compressor.compress_chunk(z, begin, end)
     compressor.pack_signs()

@@ -34,7 +34,7 @@ class Codec(Protocol[Array]):
 
     @property
     def range_elements(self) -> int:
-        """As many elements as are worth an operation of their own, and few enough to stay in the cache."""
+        """Elements that `compress` is given at a time with `kept`, as many as it may decode to floats."""
         ...
 
     def compress(
@@ -48,6 +48,7 @@ class Codec(Protocol[Array]):
         block: int,
         scale: str,
         live: Array | None,
+        kept: Sequence[Array] | None = None,
     ) -> None: ...
 
     def reduce(
@@ -92,12 +93,10 @@ class HostCodec:
     `threads` is asked at each call how many threads it may use.
     """
 
+    range_elements = 1 << 62  # any number: the kernels decode as they go
+
     def __init__(self, threads: Callable[[], int] = num_threads) -> None:
         self._threads = threads
-
-    @property
-    def range_elements(self) -> int:
-        return self._threads() << 18  # a megabyte in the cache of each core
 
     def zeros(self, num_elements: int) -> HostArray:
         return np.zeros(num_elements, np.float32)
@@ -119,6 +118,7 @@ class HostCodec:
         block: int,
         scale: str,
         live: HostArray | None,
+        kept: Sequence[HostArray] | None = None,
     ) -> None:
         kernels.compress(
             gradient,
@@ -129,6 +129,7 @@ class HostCodec:
             block=block,
             scale=scale,
             live=live,
+            kept=kept,
             threads=self._threads(),
         )
 

@@ -142,6 +142,7 @@ class CompressedAllreduce(Generic[Array]):
         momentum: Array | None,
         beta1: float,
         message: Array,
+        kept: Sequence[Array] | None = None,
     ) -> None:
         self._codec.compress(
             gradient[low:high],
@@ -152,21 +153,20 @@ class CompressedAllreduce(Generic[Array]):
             block=segment.block,
             scale=self._scale,
             live=_part(self.live, low, high),
+            kept=kept,
         )
 
     def _compress_from_kept(self, segment: Segment, gradient: Array, beta1: float, message: Array) -> None:
-        """A range at a time, so that the decoded momentum never leaves the cache."""
+        """A range at a time, so that little of the momentum is ever there as floats."""
         ranges = self._ranges(segment)
-        momentum = self._codec.zeros(max(high - low for low, high in ranges))
         for low, high in ranges:
-            momenta = momentum[: high - low]
-            self._decode_kept(segment, low, high, momenta)
+            kept = self._kept_messages(segment, low, high)
             if len(ranges) == 1:
-                self._compress(segment, low, high, gradient, momenta, beta1, message)
+                self._compress(segment, low, high, gradient, None, beta1, message, kept)
                 continue
             scales, bits = _message_ranges(segment, low, high)
             part = self._codec.empty_bytes(message_num_bytes(high - low, segment.block))
-            self._compress(segment, low, high, gradient, momenta, beta1, part)
+            self._compress(segment, low, high, gradient, None, beta1, part, kept)
             num_scale_bytes = scales.stop - scales.start
             message[scales], message[bits] = part[:num_scale_bytes], part[num_scale_bytes:]
 
@@ -179,16 +179,19 @@ class CompressedAllreduce(Generic[Array]):
         """Writes what the last step gave (float32, shape (num_elements,)), if it was kept."""
         for chunk in self._chunks:
             for segment in chunk.segments:
-                self._decode_kept(segment, segment.start, segment.stop, values[segment.start : segment.stop])
+                low, high = segment.start, segment.stop
+                messages = self._kept_messages(segment, low, high)
+                live = _part(self.live, low, high)
+                self._codec.average(messages, values[low:high], block=segment.block, live=live)
 
-    def _decode_kept(self, segment: Segment, low: int, high: int, values: Array) -> None:
+    def _kept_messages(self, segment: Segment, low: int, high: int) -> list[Array]:
         assert self._kept is not None
         (piece,) = self.pieces(segment.start, segment.stop)
         messages = [self._kept[start:stop] for start, stop in piece.byte_ranges]
         if high - low < segment.num_elements:
             scales, bits = _message_ranges(segment, low, high)
             messages = [self._codec.concatenate([message[scales], message[bits]]) for message in messages]
-        self._codec.average(messages, values, block=segment.block, live=_part(self.live, low, high))
+        return messages
 
     def _ranges(self, segment: Segment) -> list[tuple[int, int]]:
         step = math.lcm(segment.block, 8)

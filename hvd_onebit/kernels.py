@@ -71,6 +71,7 @@ class _Backend(Protocol):
         self,
         gradient: _Floats,
         momentum: _Floats | None,
+        kept: Sequence[_Bytes] | None,
         beta: float,
         one_minus_beta: float,
         error: _Floats | None,
@@ -141,6 +142,7 @@ class Kernels:
         block: SupportsIndex = wire.DEFAULT_BLOCK,
         scale: str = "rms",
         live: Floats | None = None,
+        kept: Messages | None = None,
         threads: int = 1,
     ) -> None:
         """Fill `message` with the compressed momentum of this rank, and keep in `error` what compression lost.
@@ -166,6 +168,8 @@ class Kernels:
             scale: "rms" or "mean".
             live: float32, shape (n,). Elements where it's 0 are held: they take no part in scale, d and error, and
                 their bit is 1. None: all are live.
+            kept: messages whose mean, as in `average`, is the momentum, instead of `momentum`: uint8, shape (m,
+                wire.message_num_bytes(n, block)), or m such messages.
             threads: the native kernels use so many at most.
 
         Raises:
@@ -179,13 +183,18 @@ class Kernels:
         error_ = _optional_floats("error", error, num_elements, written=True)
         live_ = _optional_floats("live", live, num_elements)
         message_ = _message(message, num_elements, block, written=True)
+        kept_ = None if kept is None else _messages(kept, num_elements, block)
+        if momentum_ is not None and kept_ is not None:
+            raise ValueError("the momentum is given twice, as floats and as messages: give one of them")
         mean = _is_mean(scale)
         _check_apart(
-            {"error": error_, "message": message_}, {"gradient": gradient_, "momentum": momentum_, "live": live_}
+            {"error": error_, "message": message_},
+            {"gradient": gradient_, "momentum": momentum_, "live": live_, **_named(kept_ or [], "kept")},
         )
         self._backend.compress(
             gradient_,
             momentum_,
+            kept_,
             _rounded(beta1),
             _rounded(1.0 - beta1),
             error_,
@@ -575,8 +584,8 @@ def _messages(messages: Any, num_elements: SupportsIndex, block: SupportsIndex) 
     return arrays
 
 
-def _named(messages: list[_Bytes]) -> dict[str, NDArray[Any] | None]:
-    return {f"messages[{rank}]": message for rank, message in enumerate(messages)}
+def _named(messages: list[_Bytes], name: str = "messages") -> dict[str, NDArray[Any] | None]:
+    return {f"{name}[{rank}]": message for rank, message in enumerate(messages)}
 
 
 def _check_apart(written: dict[str, Any], read: dict[str, Any]) -> None:

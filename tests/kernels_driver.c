@@ -95,7 +95,7 @@ static void compare(const char *what, int level, size_t num_parts, const void *f
 }
 
 struct inputs {
-    size_t n, block, num_messages, start, count, num_bytes;
+    size_t n, block, num_messages, num_kept, start, count, num_bytes;
     float *gradient, *momentum, *error, *live, *parameter, *variance;
     const uint8_t *messages[MAX_MESSAGES];
     enum onebit_scale kind;
@@ -120,8 +120,8 @@ static struct results run(const struct inputs *in, int level_number, const struc
     out.values = allocate(bytes);
     out.parameter = copy_of(in->parameter, part);
     out.momentum = copy_of(in->parameter, part);
-    onebit_compress(level, in->gradient, in->momentum, 0.9f, 0.1f, out.worker_error, in->live, n, in->block, in->kind,
-                    out.sent, team);
+    onebit_compress(level, in->gradient, in->momentum, in->messages, in->num_kept, 0.9f, 0.1f, out.worker_error, in->live,
+                    n, in->block, in->kind, out.sent, team);
     onebit_reduce(level, in->messages, in->num_messages, out.server_error, in->live, n, in->block, in->kind, out.reply,
                   team);
     onebit_average(level, in->messages, in->num_messages, out.values, in->live, n, in->block, team);
@@ -162,6 +162,7 @@ static void run_case(void) {
     const int wild = draw_below(2) == 0;
     in.gradient = draw_floats(in.n, wild);
     in.momentum = draw_below(2) ? draw_floats(in.n, wild) : NULL;
+    in.num_kept = in.momentum == NULL && draw_below(2) ? in.num_messages : 0;
     in.error = draw_below(4) ? draw_floats(in.n, 0) : NULL;
     in.live = draw_below(2) ? draw_mask(in.n) : NULL;
     in.parameter = draw_floats(in.count, wild);

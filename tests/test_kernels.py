@@ -177,6 +177,35 @@ def test_compress_is_as_defined(implementation: Kernels, num_elements: int) -> N
 
 
 @pytest.mark.parametrize("num_elements", SIZES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 17])
+def test_compress_decodes_a_momentum_that_is_kept_as_messages(
+    implementation: Kernels, ranks: int, num_elements: int
+) -> None:
+    rng = np.random.default_rng(100 * num_elements + ranks)
+    for block, with_live in product(BLOCKS, (False, True)):
+        kept, gradient = draw_messages(rng, ranks, num_elements, block), draw_floats(rng, num_elements)
+        live = rng.choice(floats_of([0, 1]), num_elements) if with_live else None
+        momentum = oracle_mean(kept, num_elements, block)
+        errors = [np.ones(num_elements, np.float32) for _ in range(2)]
+        messages = [new_message(num_elements, block) for _ in range(2)]
+        implementation.compress(gradient, momentum, 0.9, errors[0], messages[0], block=block, live=live)
+        implementation.compress(gradient, None, 0.9, errors[1], messages[1], block=block, live=live, kept=list(kept))
+        np.testing.assert_array_equal(messages[1], messages[0])
+        assert_same_bits(errors[1], errors[0])
+
+
+def test_a_momentum_is_given_once_and_kept_messages_are_checked(implementation: Kernels) -> None:
+    ones, message = np.ones(20, np.float32), new_message(20, 8)
+    sound = new_message(20, 8)
+    with pytest.raises(ValueError, match="the momentum is given twice"):
+        implementation.compress(ones, ones, 0.9, None, message, block=8, kept=[sound])
+    with pytest.raises(ValueError, match="is 15 bytes long, got 14"):
+        implementation.compress(ones, None, 0.9, None, message, block=8, kept=[sound[:-1]])
+    with pytest.raises(ValueError, match=r"must not overlap kept\[0\]"):
+        implementation.compress(ones, None, 0.9, None, message, block=8, kept=[message])
+
+
+@pytest.mark.parametrize("num_elements", SIZES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 17, 33])
 def test_reduce_is_as_defined(implementation: Kernels, ranks: int, num_elements: int) -> None:
     rng = np.random.default_rng(100 * num_elements + ranks)
@@ -557,6 +586,8 @@ def test_threads_change_no_bit(implementation: Kernels, block: int, monkeypatch:
             options: dict[str, Any] = {"block": block, "scale": scale, "live": alive, "threads": threads}
             implementation.compress(gradient, momentum, 0.9, kept, message, **options)
             found += [kept.copy(), message.copy()]
+            implementation.compress(gradient, None, 0.9, kept, message, kept=messages, **options)
+            found += [kept.copy(), message.copy()]
             implementation.reduce(messages, kept, message, num_elements=num_elements, **options)
             found += [kept, message]
             values = np.empty(num_elements, np.float32)
@@ -903,7 +934,7 @@ def test_native_kernels_let_other_threads_run() -> None:
 
     def work() -> None:
         calls["begun"] = True
-        _kernels.compress(0, gradient, None, 0.9, 0.1, None, message, 1, False, None, 1)
+        _kernels.compress(0, gradient, None, None, 0.9, 0.1, None, message, 1, False, None, 1)
         calls["ended"] = True
 
     interval = sys.getswitchinterval()
@@ -928,12 +959,13 @@ def test_the_extension_guards_memory_by_itself() -> None:
 
     def compress(level: int = 0, **spoilt: Any) -> None:
         sound = {"gradient": gradient, "momentum": None, "error": error, "message": message, "block": 8, "live": None}
-        sound["threads"] = 1
+        sound |= {"kept": None, "threads": 1}
         a = sound | spoilt
         _kernels.compress(
             level,
             a["gradient"],
             a["momentum"],
+            a["kept"],
             0.9,
             0.1,
             a["error"],
@@ -945,6 +977,7 @@ def test_the_extension_guards_memory_by_itself() -> None:
         )
 
     compress()
+    compress(kept=[message.copy(), bytes(15)])
     for spoilt in (
         {"level": -1},
         {"level": 3},
@@ -959,6 +992,9 @@ def test_the_extension_guards_memory_by_itself() -> None:
         {"error": bytes(80)},
         {"block": 0},
         {"threads": 0},
+        {"kept": []},
+        {"kept": [message[1:]]},
+        {"kept": 5},
         {"threads": 65},
         {"gradient": bytes(79)},
         {"gradient": np.zeros(81, np.uint8)[1:]},

@@ -54,12 +54,6 @@ def test_without_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert num_threads() == 1
 
 
-def test_a_range_of_a_bucket_is_worth_all_threads() -> None:
-    for threads in (1, 2, 7):
-        codec = HostCodec(lambda threads=threads: threads)  # type: ignore[misc]
-        assert kernels._num_parts(threads, codec.range_elements) == threads
-
-
 def test_the_codecs_pass_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(kernels, "_num_parts", lambda threads, _size: asked.append(threads) or 1)
@@ -86,7 +80,6 @@ def test_torch_s_own_setting_is_never_exceeded() -> None:
         assert codec.num_threads() == 5
         torch.set_num_threads(20)
         assert codec.num_threads() == 8
-        assert codec.CpuCodec().range_elements == 8 << 18
     finally:
         torch.set_num_threads(before)
 

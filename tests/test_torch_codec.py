@@ -113,6 +113,26 @@ def test_each_decodes_and_reduces_the_others_messages(
 
 
 @pytest.mark.parametrize("make", CODECS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_kept_messages_are_the_momentum(make: Any, block: int) -> None:
+    codec, host, num_elements = make(), HostCodec(), 4099
+    kept = []
+    for rank in range(3):
+        message = host.empty_bytes(message_num_bytes(num_elements, block))
+        host.compress(dyadic(rank, num_elements), None, 0.0, None, message, block=block, scale="rms", live=None)
+        kept.append(torch.from_numpy(message))
+    gradient, momentum = torch.from_numpy(dyadic(5, num_elements)), codec.zeros(num_elements)
+    codec.average(kept, momentum, block=block, live=None)
+    found, expected = (codec.empty_bytes(message_num_bytes(num_elements, block)) for _ in range(2))
+    errors = [torch.ones(num_elements) for _ in range(2)]
+    options: dict[str, Any] = {"block": block, "scale": "rms", "live": None}
+    codec.compress(gradient, momentum, 0.9, errors[0], expected, **options)
+    codec.compress(gradient, None, 0.9, errors[1], found, kept=kept, **options)
+    assert torch.equal(found, expected)
+    assert torch.equal(*errors)
+
+
+@pytest.mark.parametrize("make", CODECS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_what_is_not_finite_makes_its_blocks_scale_nan(make: Any, block: int, bad: float) -> None:

@@ -67,12 +67,10 @@ def why_not_triton(kind: str) -> str | None:
 class CpuCodec:
     """The core's kernels on the memory of CPU tensors."""
 
+    range_elements = HostCodec.range_elements
+
     def __init__(self) -> None:
         self._host = HostCodec(num_threads)
-
-    @property
-    def range_elements(self) -> int:
-        return self._host.range_elements
 
     def zeros(self, num_elements: int) -> Tensor:
         # NumPy asks Linux for large pages where an array is large, torch does not: compress gains 10 to 30 %
@@ -95,6 +93,7 @@ class CpuCodec:
         block: int,
         scale: str,
         live: Tensor | None,
+        kept: Sequence[Tensor] | None = None,
     ) -> None:
         self._host.compress(
             gradient.numpy(),
@@ -105,6 +104,7 @@ class CpuCodec:
             block=block,
             scale=scale,
             live=_numpy(live),
+            kept=None if kept is None else [each.numpy() for each in kept],
         )
 
     def reduce(
@@ -180,7 +180,10 @@ class DeviceCodec:
         block: int,
         scale: str,
         live: Tensor | None,
+        kept: Sequence[Tensor] | None = None,
     ) -> None:
+        if kept is not None:
+            momentum = self._mean(kept, len(gradient), block)
         z = gradient if momentum is None else momentum * beta1 + gradient * (1.0 - beta1)
         self._compress(z if error is None else z + error, error, message, block, scale, live)
 
@@ -195,8 +198,7 @@ class DeviceCodec:
         scale: str,
         live: Tensor | None,
     ) -> None:
-        y = self.zeros(num_elements)
-        self.average(messages, y, block=block, live=None)
+        y = self._mean(messages, num_elements, block)
         self._compress(y if error is None else y + error, error, message, block, scale, live)
 
     def average(self, messages: Sequence[Tensor], values: Tensor, *, block: int, live: Tensor | None) -> None:
@@ -249,6 +251,11 @@ class DeviceCodec:
             keep = torch.isfinite(each) if held is None else torch.isfinite(each) & ~held
             error.copy_(torch.where(keep, z - torch.where(positive, each, -each), error))
 
+    def _mean(self, messages: Sequence[Tensor], num_elements: int, block: int) -> Tensor:
+        values = self.zeros(num_elements)
+        self.average(messages, values, block=block, live=None)
+        return values
+
     def _pack(self, positive: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(positive, (0, -len(positive) % 8), value=True)
         return (padded.view(-1, 8).to(torch.uint8) << self._bits).sum(1, dtype=torch.uint8)
@@ -285,7 +292,10 @@ class TritonCodec(DeviceCodec):
         block: int,
         scale: str,
         live: Tensor | None,
+        kept: Sequence[Tensor] | None = None,
     ) -> None:
+        if kept is not None:
+            momentum = self._mean(kept, len(gradient), block)
         self._kernels.compress(gradient, momentum, beta1, error, message, block=block, scale=scale, live=live)
 
     def reduce(

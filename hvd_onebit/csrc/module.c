@@ -183,24 +183,25 @@ static PyObject *py_levels(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(igno
 
 static PyObject *py_compress(PyObject *Py_UNUSED(module), PyObject *args) {
     int level, mean, threads;
-    PyObject *py_gradient, *py_momentum, *py_error, *py_message, *py_live, *result = NULL;
+    PyObject *py_gradient, *py_momentum, *py_kept, *py_error, *py_message, *py_live, *result = NULL;
     float beta, one_minus_beta, *gradient, *momentum, *error, *live;
     Py_ssize_t block, count = -1;
     uint8_t *message;
     struct call call = {0};
-    if (!PyArg_ParseTuple(args, "iOOffOOnpOi:compress", &level, &py_gradient, &py_momentum, &beta, &one_minus_beta,
-                          &py_error, &py_message, &block, &mean, &py_live, &threads))
+    if (!PyArg_ParseTuple(args, "iOOOffOOnpOi:compress", &level, &py_gradient, &py_momentum, &py_kept, &beta,
+                          &one_minus_beta, &py_error, &py_message, &block, &mean, &py_live, &threads))
         return NULL;
     if (check_level(level) < 0 || check_counts(0, block) < 0 ||
         take_floats(&call, py_gradient, "gradient", 0, 0, &count, &gradient) < 0 ||
         take_floats(&call, py_momentum, "momentum", 0, 1, &count, &momentum) < 0 ||
+        (py_kept != Py_None && take_messages(&call, py_kept, count, block) < 0) ||
         take_floats(&call, py_error, "error", PyBUF_WRITABLE, 1, &count, &error) < 0 ||
         take_floats(&call, py_live, "live", 0, 1, &count, &live) < 0 ||
         take_message(&call, py_message, count, block, &message) < 0 ||
         make_team(&call.team, threads, count, block) < 0)
         goto done;
     Py_BEGIN_ALLOW_THREADS
-    onebit_compress((enum onebit_level)level, gradient, momentum, beta, one_minus_beta, error, live, (size_t)count,
+    onebit_compress((enum onebit_level)level, gradient, momentum, call.pointers, (size_t)call.num_messages, beta, one_minus_beta, error, live, (size_t)count,
                     (size_t)block, mean ? ONEBIT_MEAN : ONEBIT_RMS, message, &call.team);
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
@@ -315,7 +316,7 @@ done:
 static PyMethodDef methods[] = {
     {"levels", py_levels, METH_NOARGS, "Names of the levels of vector instructions that this processor has, \"c\" first."},
     {"compress", py_compress, METH_VARARGS,
-     "compress(level, gradient, momentum, beta, one_minus_beta, error, message, block, mean, live, threads)"},
+     "compress(level, gradient, momentum, kept, beta, one_minus_beta, error, message, block, mean, live, threads)"},
     {"reduce", py_reduce, METH_VARARGS,
      "reduce(level, messages, error, message, num_elements, block, mean, live, threads)"},
     {"average", py_average, METH_VARARGS, "average(level, messages, values, block, live, threads)"},

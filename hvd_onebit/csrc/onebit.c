@@ -68,10 +68,11 @@ static size_t num_blocks_of(size_t n, size_t block) { return n / block + (n % bl
 size_t onebit_message_num_bytes(size_t n, size_t block) { return 4 * num_blocks_of(n, block) + num_bytes_of(n); }
 
 /* What is added up to the values to be compressed: (beta * momentum + one_minus_beta * values) + error, held elements 0.
- * momentum, error and live may be NULL. */
+ * momentum, error and live may be NULL. `decoded` tells a momentum that lies in the cache, just decoded. */
 struct addends {
     const float *values, *momentum, *error, *live;
     float beta, one_minus_beta;
+    int decoded;
 };
 
 /* How a sum becomes a mean: multiplied by the factor, divided by the divisor. One of them is 1. */
@@ -201,7 +202,7 @@ static ALWAYS_INLINE void fetch(struct addends in, size_t i, const float *z) {
     for (size_t k = i; k < i + LANES; k += LINE) {
         if (in.values != z) {
             FETCH(in.values, k);
-            if (in.momentum != NULL) FETCH(in.momentum, k);
+            if (in.momentum != NULL && !in.decoded) FETCH(in.momentum, k);
             if (in.error != NULL) FETCH(in.error, k);
         }
         if (in.live != NULL) FETCH(in.live, k);
@@ -779,10 +780,12 @@ static size_t piece_length(const struct senders *from, size_t begin, size_t end)
 
 /* ---- Compression ---- */
 
-/* What is compressed, gradient and momentum if there is a gradient, else the mean of messages; and where it goes. */
+/* What is compressed, gradient and momentum if there is a gradient, else the mean of messages; and where it goes. The
+ * momentum may be the mean of messages, too. */
 struct compression {
     enum onebit_level level;
     const float *gradient, *momentum;
+    struct senders kept;
     float beta, one_minus_beta;
     struct senders from;
     float *error;
@@ -801,7 +804,8 @@ static size_t count_live(const float *live, size_t count) {
 
 /* Fill z with `count` <= SUB_BLOCK compensated values from element `begin`, and return the sum that makes the scale. */
 static struct onebit_sum compensate(const struct compression *job, size_t begin, size_t count, float *z) {
-    struct addends in = {z, NULL, NULL, NULL, job->beta, job->one_minus_beta};
+    struct addends in = {z, NULL, NULL, NULL, job->beta, job->one_minus_beta, 0};
+    float momentum[SUB_BLOCK] ALIGNED;
     if (job->error != NULL) in.error = job->error + begin;
     if (job->live != NULL) in.live = job->live + begin;
     if (job->gradient == NULL) {
@@ -809,6 +813,11 @@ static struct onebit_sum compensate(const struct compression *job, size_t begin,
     } else {
         in.values = job->gradient + begin;
         if (job->momentum != NULL) in.momentum = job->momentum + begin;
+        if (job->kept.num > 0) {
+            decode(job->level, &job->kept, begin, count, NULL, momentum);
+            in.momentum = momentum;
+            in.decoded = 1;
+        }
     }
     double lanes[LANES] = {0.0};
     DISPATCH(job->level, absorb, in, count, job->kind, z, lanes);
@@ -962,19 +971,21 @@ static void compress_job(const struct compression *job) {
     }
 }
 
-void onebit_compress(enum onebit_level level, const float *gradient, const float *momentum, float beta,
-                     float one_minus_beta, float *error, const float *live, size_t n, size_t block,
-                     enum onebit_scale kind, uint8_t *message, const struct onebit_team *team) {
-    const struct compression job = {level, gradient, momentum, beta,    one_minus_beta, {NULL, 0, n, block}, error,
-                                    live,  n,        block,    kind, message,        team};
+void onebit_compress(enum onebit_level level, const float *gradient, const float *momentum, const uint8_t *const *kept,
+                     size_t num_kept, float beta, float one_minus_beta, float *error, const float *live, size_t n,
+                     size_t block, enum onebit_scale kind, uint8_t *message, const struct onebit_team *team) {
+    const struct senders from = {NULL, 0, n, block}, kept_from = {kept, num_kept, n, block};
+    const struct compression job = {level, gradient, momentum, kept_from, beta, one_minus_beta, from, error,
+                                    live,  n,        block,    kind,      message, team};
     compress_job(&job);
 }
 
 void onebit_reduce(enum onebit_level level, const uint8_t *const *messages, size_t num_messages, float *error,
                    const float *live, size_t n, size_t block, enum onebit_scale kind, uint8_t *message,
                    const struct onebit_team *team) {
-    const struct compression job = {level, NULL, NULL,  0.0f, 0.0f,    {messages, num_messages, n, block}, error,
-                                    live,  n,    block, kind, message, team};
+    const struct senders from = {messages, num_messages, n, block}, nothing = {NULL, 0, n, block};
+    const struct compression job = {level, NULL, NULL, nothing, 0.0f, 0.0f, from, error, live, n, block, kind, message,
+                                    team};
     compress_job(&job);
 }
 
