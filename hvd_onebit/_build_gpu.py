@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import subprocess
+import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hvd_onebit._processes import which
 
-__all__ = ["Nccl", "find_nccl"]
+__all__ = ["Nccl", "find_nccl", "without_cuda"]
 
 _MIN_NCCL_MAJOR = 2
 _LIBRARIES = ("libnccl.so", "libnccl.so.2")  # NVIDIA's wheels hold the second alone
@@ -40,18 +41,32 @@ class Nccl:
     cuda_version: str
 
 
-def find_nccl(environment: Mapping[str, str], torch: str | None = None) -> Nccl | list[str]:
+def without_cuda(frameworks: Iterable[str], environment: Mapping[str, str], cwd: Path) -> list[str]:
+    """Returns which of the frameworks are builds for CPUs alone."""
+    built = {
+        "torch": "import torch; print('cuda', torch.version.cuda is not None)",
+        "tensorflow": "import tensorflow as tf; print('cuda', bool(tf.sysconfig.get_build_info()['is_cuda_build']))",
+    }
+    quiet = dict(environment) | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    return [
+        name
+        for name in frameworks
+        if "cuda True" not in _output([sys.executable, "-c", built[name]], quiet, cwd).splitlines()
+    ]
+
+
+def find_nccl(environment: Mapping[str, str], for_cpus: Sequence[str] = ()) -> Nccl | list[str]:
     """Returns what to build with, or one line for each thing that is missing, with the remedy.
 
     Args:
         environment: variables that name folders, and PATH.
-        torch: version of the torch to build for, if there is one.
+        for_cpus: frameworks to build for that cannot use GPUs, see `without_cuda`.
     """
     problems = []
-    if torch is not None and torch.endswith("+cpu"):
+    for framework in for_cpus:
         problems.append(
-            f"torch {torch} is a CPU build, which Horovod cannot use with NCCL. Install a CUDA build "
-            "(https://pytorch.org says which index has it), or leave --gpu out"
+            f"{framework} is a build for CPUs, with which Horovod for NCCL does not compile or load. Install a CUDA "
+            f"build, or uninstall {framework}, or leave --gpu out"
         )
 
     cuda_home = next(_cuda_homes(environment), None)
@@ -152,15 +167,25 @@ def _files(folders: list[Path], names: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _nvcc_version(cuda_home: Path, environment: Mapping[str, str]) -> str | None:
-    try:
-        said = subprocess.run(
-            [cuda_home / "bin" / "nvcc", "--version"],
-            env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=True, text=True,
-        ).stdout  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    match = re.search(r"release (\d+(?:\.\d+)*)", said)
+    match = re.search(r"release (\d+(?:\.\d+)*)", _output([cuda_home / "bin" / "nvcc", "--version"], environment))
     return None if match is None else match.group(1)
+
+
+def _output(command: Sequence[str | Path], environment: Mapping[str, str], cwd: Path | None = None) -> str:
+    """What the command prints, or "" if it fails."""
+    try:
+        return subprocess.run(
+            command,
+            env=dict(environment),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=120,
+            check=True,
+            text=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _nccl_version(header: Path) -> str | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from hvd_onebit._build_gpu import Nccl, find_nccl
+from hvd_onebit._build_gpu import Nccl, find_nccl, without_cuda
 from hvd_onebit._build_needs import find_mpi, missing_requirements, probe_frameworks
 from hvd_onebit._build_plan import BuildPlan
 from hvd_onebit._horovod_proof import launchers, prove
@@ -207,7 +207,7 @@ def _install(
     frameworks = probe_frameworks(run.environment, run.cwd)
     nccl: Nccl | None = None
     if with_nccl:
-        found = find_nccl(run.environment, frameworks.get("torch"))
+        found = find_nccl(run.environment, without_cuda(frameworks, run.environment, run.cwd))
         if not isinstance(found, Nccl):
             _refuse(found)
         else:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hvd_onebit import _build_gpu, _build_needs, _horovod_source, horovod_build
-from hvd_onebit._build_gpu import Nccl, find_nccl
+from hvd_onebit._build_gpu import Nccl, find_nccl, without_cuda
 from hvd_onebit._build_needs import Mpi, find_mpi, missing_requirements, probe_frameworks
 from hvd_onebit._build_plan import BuildPlan
 from hvd_onebit._horovod_proof import launchers, prove
@@ -336,11 +336,11 @@ def test_what_the_variables_name_is_used(no_gpu_packages: Path, tmp_path: Path) 
 
 def test_torchs_nccl_comes_before_the_systems(no_gpu_packages: Path, tmp_path: Path) -> None:
     make_tree(tmp_path / "system", *CUDA_FILES, "include/nccl.h", "lib/x86_64-linux-gnu/libnccl.so")
-    found = find_nccl({"PATH": "/nowhere"}, "2.13.0+cu129")
+    found = find_nccl({"PATH": "/nowhere"})
     assert isinstance(found, Nccl)
     assert found.library == tmp_path / "system" / "lib" / "x86_64-linux-gnu" / "libnccl.so"
     package = make_tree(no_gpu_packages / "nvidia" / "nccl", "include/nccl.h", "lib/libnccl.so.2")
-    found = find_nccl({"PATH": "/nowhere"}, "2.13.0+cu129")
+    found = find_nccl({"PATH": "/nowhere"})
     assert isinstance(found, Nccl)
     assert (found.header, found.library) == (package / "include" / "nccl.h", package / "lib" / "libnccl.so.2")
 
@@ -359,7 +359,7 @@ def test_a_compiler_is_found(where: str, no_gpu_packages: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("absent", "torch", "remedies"),
+    ("absent", "for_cpus", "remedies"),
     [
         ("bin/nvcc", None, ["no CUDA compiler (nvcc)", "HOROVOD_CUDA_HOME", "nvidia-cuda-toolkit", "nvidia-cuda-nvcc"]),
         ("lib64/libcudart.so", None, ["libcudart.so is missing below", "ln -s libcudart.so.13"]),
@@ -369,22 +369,33 @@ def test_a_compiler_is_found(where: str, no_gpu_packages: Path, tmp_path: Path) 
             ["nccl.h is missing", "pip install nvidia-nccl-cu12", "libnccl-dev", "HOROVOD_NCCL_HOME"],
         ),
         ("lib/libnccl.so", None, ["libnccl.so is missing", "pip install nvidia-nccl-cu12"]),
-        ("", "2.13.0+cpu", ["torch 2.13.0+cpu is a CPU build", "leave --gpu out"]),
+        ("", "tensorflow", ["tensorflow is a build for CPUs", "uninstall tensorflow", "leave --gpu out"]),
     ],
 )
 def test_what_gpus_need_is_named_with_remedy(
-    absent: str, torch: str | None, remedies: list[str], no_gpu_packages: Path, tmp_path: Path
+    absent: str, for_cpus: str | None, remedies: list[str], no_gpu_packages: Path, tmp_path: Path
 ) -> None:
     make_tree(tmp_path / "system", *(name for name in (*CUDA_FILES, *NCCL_FILES) if name != absent))
-    problems = find_nccl({"PATH": "/nowhere"}, torch)
+    problems = find_nccl({"PATH": "/nowhere"}, [for_cpus] if for_cpus else [])
     assert isinstance(problems, list)
     (problem,) = problems
     for remedy in remedies:
         assert remedy in problem
 
 
+def test_frameworks_for_cpus_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("class version:\n    cuda = '13.0'\n", encoding="utf-8")
+    (tmp_path / "tensorflow.py").write_text(
+        "class sysconfig:\n    get_build_info = staticmethod(lambda: {'is_cuda_build': False})\n", encoding="utf-8"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    assert without_cuda(["torch", "tensorflow"], environment, tmp_path) == ["tensorflow"]
+    (tmp_path / "torch.py").write_text("class version:\n    cuda = None\n", encoding="utf-8")
+    assert without_cuda(["torch"], environment, tmp_path) == ["torch"]
+
+
 def test_all_that_gpus_need_is_named_at_once(no_gpu_packages: Path, tmp_path: Path) -> None:
-    problems = find_nccl({"PATH": "/nowhere", "HOROVOD_CUDA_HOME": str(tmp_path)}, "2.13.0+cpu")
+    problems = find_nccl({"PATH": "/nowhere", "HOROVOD_CUDA_HOME": str(tmp_path)}, ["torch"])
     assert isinstance(problems, list)
     assert len(problems) == 4
     assert f"{tmp_path}, which HOROVOD_CUDA_HOME names, has no bin/nvcc" in problems[1]
