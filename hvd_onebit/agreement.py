@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.transport import Pending, Transport
 
-__all__ = ["Agreement", "check_fields", "digest", "encode_fields", "raise_disagreement"]
+__all__ = ["Agreement", "check_fields", "digest", "encode_fields", "raise_disagreement", "raise_if_any_failed"]
 
 _DIGEST_BYTES = 16
 
@@ -65,6 +65,21 @@ def raise_disagreement(encoded: Sequence[bytes]) -> NoReturn:
     """
     check_fields(encoded)
     raise OneBitError("the ranks' digests differ although their fields are equal: they run different versions")
+
+
+def raise_if_any_failed(transport: Transport[Any], failure: str, *, what: str, name: str) -> None:
+    """Collective: raises OneBitError, the same text on every rank, when some rank failed at what all have to do.
+
+    Args:
+        transport: among the ranks.
+        failure: what went wrong on this rank; empty when all went well.
+        what: what was tried, and what holds now.
+        name: fixed name of the collective.
+    """
+    failures = [each.decode() for each in transport.allgather_bytes(failure.encode(), name=name).wait()]
+    if any(failures):
+        reasons = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(failures) if each)
+        raise OneBitError(f"{what} ({reasons})")
 
 
 def _join(ranks: Sequence[int]) -> str:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["OneBitError", "scaler_with_local_steps", "stuck", "too_many_skips"]
+__all__ = ["FREEZE_FAILED", "OneBitError", "scaler_with_local_steps", "stuck", "too_many_skips"]
+
+FREEZE_FAILED = (
+    "the variance could not be frozen on some rank, so all ranks stay in warm-up with their state as it was, and the "
+    "next step tries again; compression needs a little over 8 bytes a parameter beside the optimizer's state: free "
+    "some memory, or keep large tensors in full precision with full_precision=[...]"
+)
 
 
 class OneBitError(RuntimeError):

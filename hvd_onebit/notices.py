@@ -11,6 +11,7 @@ __all__ = [
     "back_to_warm_up",
     "dropped_errors",
     "dropped_local_steps",
+    "errors_lost_with_ranks",
     "frozen",
     "local_steps",
     "not_distributed",
@@ -102,6 +103,16 @@ def dropped_local_steps(reason: str) -> None:
         "the checkpoint was saved between two synchronisations (%s): what the other ranks had done since the last one "
         "was dropped, training goes on",
         reason,
+    )
+
+
+def errors_lost_with_ranks(lost: int, size: int) -> None:
+    """Said after a resize in which ranks have gone without a word."""
+    log.warning(
+        "%d of %d ranks are gone with their compression errors: their part of a rounding's worth of gradient is lost; "
+        "what the others owed was kept",
+        lost,
+        size,
     )
 
 

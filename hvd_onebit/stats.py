@@ -87,6 +87,11 @@ class Stats:
             self.step += 1
             self.skipped_in_a_row = 0
 
+    def give_up_step(self, stage: str) -> None:
+        """Counts what a step sent that was never finished, as when ranks came or went in the middle of it."""
+        self.bytes_sent[stage] += self._bytes_this_step
+        self._bytes_this_step = 0.0
+
     @property
     def ratio(self) -> float:
         """How many times fewer bytes than float32 the last compressed step sent; 1.0 before the first one."""

@@ -81,6 +81,7 @@ def run_horovod(
     cwd: str | Path,
     env: Mapping[str, str] | None = None,
     prefix: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
 ) -> Completed:
     """Runs `python script args...` on `np` ranks of this machine.
 
@@ -96,13 +97,14 @@ def run_horovod(
         cwd: folder to run in.
         env: variables on top of `rank_environment()`.
         prefix: a command to run the launcher under, such as ("unshare", "-n").
+        options: more of the launcher's own options.
     """
     commands = {
         "gloo": ["horovodrun", "-np", str(np), "--gloo"],
         "mpi": ["horovodrun", "-np", str(np), "--mpi"],
         "mpirun": ["mpirun", "--oversubscribe", "--tag-output", "-np", str(np)],
     }
-    command = (*prefix, *commands[launcher], sys.executable, str(script), *args)
+    command = (*prefix, *commands[launcher], *options, sys.executable, str(script), *args)
     mark = uuid.uuid4().hex
     environment = {**rank_environment(env), _MARK: mark}
     start = time.monotonic()

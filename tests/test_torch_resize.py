@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_torch_family import FAMILY, FREEZE, parameters, step_once, wrap
+from test_torch_family import FAMILY, FREEZE, gradients, parameters, step_once, wrap
 
+from hvd_onebit.state import owed_by_parameter
 from hvd_onebit.transport.local import LocalTransport, run_ranks
 
 
@@ -101,3 +102,47 @@ def test_without_it_the_errors_are_dropped_and_that_is_said(caplog: pytest.LogCa
     for _, ps in resumed:
         for mine, theirs in zip(ps, resumed[0][1], strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY if name != "zero one adam"])
+def test_one_rank_alone_settles_what_was_owed(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its next momentum is the one that an exchange without rounding would have given."""
+    steps = FREEZE + 11
+
+    def first_run(transport: LocalTransport) -> Any:
+        ps = parameters()
+        optimizer = wrap(FAMILY[name](ps), transport, block=64)
+        for step in range(steps):
+            step_once(optimizer, ps, step, transport.rank)
+        optimizer.synchronize_for_checkpoint()
+        return copy.deepcopy(optimizer.state_dict()), [p.detach() for p in ps]
+
+    state, values = run_ranks(3, first_run)[0]
+    owed_parts = owed_by_parameter(state["onebit"]["errors"], 3)
+
+    def second_run(transport: LocalTransport) -> None:
+        ps = [torch.nn.Parameter(value.clone()) for value in values]
+        optimizer = wrap(FAMILY[name](ps), transport, block=64)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        key = "momentum_buffer" if "sgd" in name else "exp_avg"
+        group = optimizer.param_groups[0]
+        beta1 = group["momentum"] if "sgd" in name else group["betas"][0]
+        decay = 0.0 if name in ("adamw", "lamb") else group["weight_decay"]
+        expected = []
+        for i, (p, gradient) in enumerate(zip(ps, gradients(steps, 0), strict=True)):
+            saved = state["state"][i]
+            part = owed_parts[f"p{i}"].view(p.shape)
+            if "scaling" in saved:
+                part = part / saved["scaling"]
+            if "update space" in name:
+                correction = 1 - group["betas"][1] ** saved["onebit_variance_steps"]
+                part = part * ((saved["exp_avg_sq"] / correction).sqrt() + group["eps"])
+            share = 1.0 if "sgd" in name else 1 - beta1
+            expected.append(beta1 * saved[key] + share * (gradient + decay * p.detach()) + part)
+        step_once(optimizer, ps, steps, 0)
+        assert optimizer.stats.stage == "warm-up"
+        for p, momentum in zip(ps, expected, strict=True):
+            torch.testing.assert_close(optimizer.state[p][key], momentum, rtol=1e-4, atol=1e-5)
+
+    run_ranks(1, second_run)
+    assert "dropped" not in caplog.text

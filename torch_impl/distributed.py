@@ -307,11 +307,9 @@ class _OneBitMethods:
             self._gradient_scale = 1.0
             self._inherited("__init__", params, settings)
         else:
-            import horovod.torch as hvd
-
             self._transport = HorovodTransport(settings.process_set)
             included = settings.process_set.included()
-            self._gradient_scale = float(self._transport.size) if included and settings.op == hvd.Sum else 1.0
+            self._gradient_scale = _gradient_scale(settings, self._transport) if included else 1.0
             self._inherited(
                 "__init__",
                 params,
@@ -562,14 +560,32 @@ class _OneBitMethods:
             for key, value in own.items():
                 if not key.startswith("onebit_"):
                     group.setdefault(key, value)  # options that the plain optimizer's checkpoint does not know
+        self._forget_handles()
+        if self._onebit is not None:
+            self._onebit.load(state_dict.get("onebit"), saved)
+
+    def _forget_handles(self) -> None:
+        """Drops gradients that are under way, and what Horovod has counted of them."""
         self._synchronized = False
         self._should_synchronize = True
         if hasattr(self, "_handles"):
             self._handles.clear()
             for p in self._allreduce_delay:  # type: ignore[attr-defined]
                 self._allreduce_delay[p] = self.backward_passes_per_step  # type: ignore[attr-defined]
-        if self._onebit is not None:
-            self._onebit.load(state_dict.get("onebit"), saved)
+
+    def _enter_world(self, prefix: str, old: dict[str, Any] | None = None) -> None:
+        """After Horovod was initialised anew: takes up its ranks. Not collective.
+
+        Args:
+            prefix: of the names of all its collectives, the same on every rank whatever it did before.
+            old: as for `Engine.move_to`.
+        """
+        assert self._onebit is not None
+        self._forget_handles()
+        self._transport = HorovodTransport(self._settings.process_set)
+        self._transport.named_by(lambda: prefix)
+        self._gradient_scale = _gradient_scale(self._settings, self._transport)
+        self._onebit.move_to(self._transport, gradient_scale=self._gradient_scale, old=old)
 
     def plain_state_dict(self) -> dict[str, Any]:
         """A state_dict for the plain optimizer of the same kind (torch.optim.Adam for OneBitAdam). Not collective.
@@ -641,6 +657,17 @@ def _loss_scale_of(grad_scaler: Any) -> Callable[[], float]:
     if grad_scaler is None:
         return lambda: 1.0
     return lambda: float(grad_scaler.get_scale())
+
+
+def _gradient_scale(settings: _Settings, transport: HorovodTransport) -> float:
+    import horovod.torch as hvd
+
+    return float(transport.size) if settings.op == hvd.Sum else 1.0
+
+
+def forget_names() -> None:
+    """Counts optimizers from the start again: Horovod has been initialised anew, and newcomers start at one."""
+    _instances.clear()
 
 
 def _next_name(process_set: Any) -> str:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from hvd_onebit import notices
-from hvd_onebit.agreement import Agreement, digest
-from hvd_onebit.errors import OneBitError, too_many_skips
+from hvd_onebit.agreement import Agreement, digest, raise_if_any_failed
+from hvd_onebit.errors import FREEZE_FAILED, OneBitError, too_many_skips
 from hvd_onebit.layout import Bucket, make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
 from hvd_onebit.rules import bias_correction
 from hvd_onebit.schedule import FreezeSchedule
 from hvd_onebit.stage import frozen_variance
-from hvd_onebit.state import share_errors, take_shared_errors
+from hvd_onebit.state import owed_by_parameter, share_errors, share_owed, take_shared_errors
 from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats
 from hvd_onebit.step import Inputs, StepExchange
 from hvd_onebit.torch.codec import codec_for
@@ -467,6 +467,7 @@ class Engine:
                     "sizes": list(bucket.bucket.sizes),
                     "worker_error": bucket.exchange.worker_error,
                     "server_error": bucket.exchange.server_error,
+                    "server_start": bucket.exchange.own_chunk.start,
                 }
                 for bucket in self._all_buckets()
             },
@@ -500,34 +501,99 @@ class Engine:
                     if saved and name != "step" and saved.get(FROZEN_STEP, NOT_FROZEN) != NOT_FROZEN:
                         value = saved[name].to(p.device, torch.float32)
                     state[name] = value.clone()
+        self._take_up(extra, owed_by_parameter(extra["errors"], extra["size"]) if extra and extra["shared"] else {})
+
+    @torch.no_grad()
+    def move_to(
+        self, transport: Transport[Tensor], *, gradient_scale: float, old: Mapping[str, Any] | None = None
+    ) -> None:
+        """Goes on in another world: other ranks, perhaps more or fewer. Not collective.
+
+        Errors that were shared stay. Others belong to the old world: a rank that is now alone settles its part of them,
+        on several ranks `share_owed` brings them back.
+
+        Args:
+            transport: of the new world.
+            gradient_scale: as at construction.
+            old: what `state` returned in the old world; by default what it returns now.
+        """
+        extra = self.state() if old is None else old
+        self.expand_momentum()
+        self.stats.give_up_step(self.stage)
+        self._transport = transport
+        self._gradient_scale = gradient_scale
+        self._agreement = Agreement(transport, "agreement")
+        self._buckets = {}
+        self._restorable_errors = {}
+        self._restores_shared = False
+        self._forget_step()
+        if extra["shared"]:
+            self._take_up(extra, owed_by_parameter(extra["errors"], extra["size"]))
+        else:
+            owed = owed_by_parameter(extra["errors"], extra["size"]) if transport.size == 1 else {}
+            self._take_up(None, {name: part / extra["size"] for name, part in owed.items()})
+
+    @torch.no_grad()
+    def share_owed(self, errors: Mapping[str, Any], size: int, weight: float) -> None:
+        """Collective: gives every rank the mean of `weight` times what the ranks owe; see `hvd_onebit.state`.
+
+        Args:
+            errors: this rank's, as `state` returned them, in a world of `size` ranks.
+            size: ranks of that world.
+            weight: 0 when this rank has no part in it.
+        """
+        self._prepare()
+        owed = owed_by_parameter(errors, size) if weight else {}
+        for bucket in self._all_buckets():
+            share_owed(bucket.exchange, owed, weight, self._transport, bucket.codec)
+        self._errors_are_shared = True
+
+    def _take_up(self, extra: Mapping[str, Any] | None, owed: Mapping[str, Tensor]) -> None:
+        """Builds what a step needs from the optimizer's state, and from `extra`, what `state` returned somewhere.
+
+        Args:
+            extra: holds the errors to go on with, if they fit.
+            owed: by parameter, the same on every rank: what is settled where compression ends.
+        """
         self.initialise_state()
         self._load_schedule(self._optimizer.param_groups[0][SCHEDULE])
-        self._thaw_if_early()
+        settled = self._thaw_if_early(owed)
+        shared = bool(extra and extra["shared"])
         if extra and extra["errors"] and self.stage == COMPRESSION:
             here = (self._transport.rank, self._transport.size)
-            self._restores_shared = bool(extra["shared"])
-            if self._restores_shared or (extra["rank"], extra["size"]) == here:
+            self._restores_shared = self._errors_are_shared = shared
+            if shared or (extra["rank"], extra["size"]) == here:
                 self._restorable_errors = dict(extra["errors"])
             else:
                 notices.dropped_errors(
                     f"saved by rank {extra['rank']} of {extra['size']}, restored on rank {here[0]} of {here[1]}"
                 )
+        elif extra and not settled and any(each["worker_error"] is not None for each in extra["errors"].values()):
+            notices.dropped_errors("training goes on uncompressed")
+        self._static_digest = None
         self._build_buckets()
         self._restorable_errors = {}
         self._count_elements()
         self._told = False
 
-    def _thaw_if_early(self) -> None:
-        """Back to warm-up when freeze_step now lies ahead, or when there is nobody to send to."""
+    def _thaw_if_early(self, owed: Mapping[str, Tensor]) -> bool:
+        """Back to warm-up when freeze_step now lies ahead, or when there is nobody to send to.
+
+        Returns:
+            True when what was owed is now in the momentum, on which training goes on.
+        """
         first, step = self._first_frozen_step(), self.step
         later = isinstance(self.options.freeze_step, int) and self.options.freeze_step > step
         if first == NOT_FROZEN or not (later or self._transport.size == 1):
-            return
+            return False
+        settled = bool(owed)
         for group in self._optimizer.param_groups:
             for p in group["params"]:
                 state = self._states()[p]
                 if self._frozen_step_of(p) == NOT_FROZEN:
                     continue
+                if settled and (part := owed.get(self.names[p])) is not None:
+                    settled = self._rule.settle(group, state, part.to(p.device).view(p.shape))
                 self._rule.thaw(group, state)
                 for name in self._rule.tensors(group):
                     if isinstance(state.get(name), Tensor):
@@ -535,6 +601,7 @@ class Engine:
                 state[FROZEN_STEP], state[VARIANCE_STEPS] = NOT_FROZEN, 0
         if self._transport.rank == 0 and later:
             notices.back_to_warm_up(first, self.options.freeze_step, step)
+        return settled
 
     def _restore_errors(self, bucket: CompressedBucket) -> None:
         if self._restores_shared and self._restorable_errors:
@@ -574,7 +641,7 @@ class CompressionEngine(Engine):
         self._workspaces: dict[torch.device, Workspace] = {}
         super().__init__(*args, **kwargs)
         if self.options.freeze_step == 0 and self.step == 0 and self._transport.size > 1:
-            self._freeze(self._compressible(), 0)
+            self._freeze(self._compressible(), 0, together=False)
 
     def _workspace_on(self, device: torch.device) -> Workspace:
         # one for all buckets: each is compressed, and decoded, at once
@@ -774,24 +841,38 @@ class CompressionEngine(Engine):
         return total
 
     @torch.no_grad()
-    def _freeze(self, ready: Sequence[tuple[Group, Tensor]], step: int) -> None:
-        variances: list[Tensor | None] = []
-        for group, p in ready:
-            key = self._rule.variance_key(group)
-            variances.append(None if key is None else floor_variance(self._states()[p][key], self.options, self.stats))
-        # everything is allocated before anything is switched
-        new = self._new_buckets(self._keyed(ready, step))
-        checksum = 0
-        for (group, p), variance in zip(ready, variances, strict=True):
+    def _freeze(self, ready: Sequence[tuple[Group, Tensor]], step: int, *, together: bool = True) -> None:
+        """Allocates everything, then switches. Collective, if `together`: ranks fail at it together, too.
+
+        Raises:
+            OneBitError: some rank could not; nothing has changed.
+        """
+        failure = ""
+        try:
+            frozen = [self._floored(group, p) for group, p in ready]
+            variances = [variance for variance, _, _ in frozen]
+            changes = self._rule.frozen_state(ready, self._states(), variances)
+            new = self._new_buckets(self._keyed(ready, step))
+            for bucket in (each for buckets in new.values() for each in buckets):
+                _ = bucket.values  # what all buckets share is allocated when it is first asked for
+            checksum = 0
+            for variance in variances:
+                if variance is not None and variance.numel():
+                    checksum = zlib.crc32(variance.cpu().view(-1).view(torch.uint8).numpy().data, checksum)
+        except Exception as error:
+            if not together:
+                raise
+            failure = f"{type(error).__name__}: {error}"[:200]
+        if together:
+            raise_if_any_failed(self._transport, failure, what=FREEZE_FAILED, name="freeze")
+        for (_, p), change in zip(ready, changes, strict=True):
             state = self._states()[p]
-            key = self._rule.variance_key(group)
-            if key is not None and variance is not None:
-                state[key] = variance
-                checksum = zlib.crc32(variance.cpu().numpy().tobytes(), checksum)
+            state.update(change)
             state[FROZEN_STEP] = step
             state[VARIANCE_STEPS] = int(state["step"])
-        self._rule.freeze(ready, self._states())
         self._adopt(new)
+        self.stats.dead_elements += sum(dead for _, dead, _ in frozen)
+        self.stats.floored_elements += sum(floored for _, _, floored in frozen)
         self._set_checksums({**self._checksums, "checksum of the frozen variance": checksum})
         self._count_elements()
         if self._transport.rank == 0:
@@ -799,15 +880,17 @@ class CompressionEngine(Engine):
                 self.stats, [self.names[p] for p in self.parameters() if p.requires_grad and not self.is_compressed(p)]
             )
 
+    def _floored(self, group: Group, p: Tensor) -> tuple[Tensor | None, int, int]:
+        key = self._rule.variance_key(group)
+        return (None, 0, 0) if key is None else floor_variance(self._states()[p][key], self.options)
 
-def floor_variance(variance: Tensor, options: CompressionOptions, stats: Stats) -> Tensor:
-    """A float32, contiguous copy with the floor applied (or not, with dead="hold"); counts dead coordinates."""
+
+def floor_variance(variance: Tensor, options: CompressionOptions) -> tuple[Tensor, int, int]:
+    """A float32, contiguous copy with the floor applied (or not, with dead="hold"); how many were dead, and lifted."""
     # on the host, whatever the device: one order of summation, so that ranks agree to the bit
     host = variance.detach().float().contiguous().cpu().numpy()
     frozen, dead, floored = frozen_variance(host, options)
-    stats.dead_elements += dead
-    stats.floored_elements += floored
-    return torch.from_numpy(frozen).to(variance.device)
+    return torch.from_numpy(frozen).to(variance.device), dead, floored
 
 
 def _first_bytes(tensor: Tensor) -> bytes:

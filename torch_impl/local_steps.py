@@ -8,7 +8,7 @@ synchronised at, and stays out of what is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ class LocalStepsRule(AdamRule):
 
     def tensors(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", ANCHOR, ACCUMULATED)
+
+    def settle(self, group: dict[str, Any], state: dict[str, Any], owed: Tensor) -> bool:
+        return False  # what is owed here is a distance, not a momentum
 
     def new_state(self, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
         fresh = super().new_state(group, p)
@@ -89,14 +92,16 @@ class LocalStepsEngine(Engine):
         self._rounds.load(state)
         self._rate_sums = dict(state[RATE_SUMS])
 
-    def _thaw_if_early(self) -> None:
+    def _thaw_if_early(self, owed: Mapping[str, Tensor]) -> bool:
+        settled = False
         if self._transport.size == 1:
-            super()._thaw_if_early()
+            settled = super()._thaw_if_early(owed)
             self._rate_sums = {}
             for p in self.parameters():
                 if ACCUMULATED in self._states()[p]:
                     self._states()[p][ACCUMULATED].zero_()
             self._optimizer.param_groups[0][SCHEDULE] = self._schedule_state()
+        return settled
 
     @torch.no_grad()
     def _adopt(self, new: Any) -> None:

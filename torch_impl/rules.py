@@ -198,8 +198,28 @@ class AdamRule:
     def before_first_step(self, group: Group, states: Sequence[State]) -> None:
         """Called before the optimizer's own step."""
 
-    def freeze(self, ready: Sequence[tuple[Group, Tensor]], states: Any) -> None:
-        """Called once the variances of `ready` are frozen."""
+    def frozen_state(
+        self, ready: Sequence[tuple[Group, Tensor]], states: Any, variances: Sequence[Tensor | None]
+    ) -> list[State]:
+        """What changes in the states of `ready` when they are frozen with these variances; changes nothing yet."""
+        keys = [self.variance_key(group) for group, _ in ready]
+        return [
+            {} if key is None or variance is None else {key: variance}
+            for key, variance in zip(keys, variances, strict=True)
+        ]
+
+    def settle(self, group: Group, state: State, owed: Tensor) -> bool:
+        """Puts what is owed into a frozen state's momentum, as if the next exchange sent everything; False if it can't.
+
+        The next momentum is beta1*m + (1-beta1)*g, and compression would have added what is owed to that.
+        """
+        beta1 = group["betas"][0]
+        if not beta1:
+            return False
+        if self.options.space == "update":
+            owed = owed * self._root(group, state)
+        state[self.momentum_key] = state[self.momentum_key] + owed / beta1
+        return True
 
     def thaw(self, group: Group, state: State) -> None:
         """Makes a frozen state a live one again, so that the optimizer's own step can go on with it."""
@@ -304,6 +324,10 @@ class SgdRule(AdamRule):
                 # torch's first step copies the gradient undamped, if there is no buffer
                 state["momentum_buffer"] = None
 
+    def settle(self, group: Group, state: State, owed: Tensor) -> bool:
+        state["momentum_buffer"] = state["momentum_buffer"] + owed / group["momentum"]
+        return True
+
     def momentum_decay(self, group: Group) -> float | None:
         return None
 
@@ -371,12 +395,18 @@ class LambRule(AdamRule):
             "exp_avg_sq_fresh": torch.zeros_like(p, memory_format=torch.preserve_format),
         }
 
-    def freeze(self, ready: Sequence[tuple[Group, Tensor]], states: Any) -> None:
+    def frozen_state(
+        self, ready: Sequence[tuple[Group, Tensor]], states: Any, variances: Sequence[Tensor | None]
+    ) -> list[State]:
+        changes = super().frozen_state(ready, states, variances)
         rms = [norm(states[p]["exp_avg"]) / math.sqrt(p.numel()) for _, p in ready]
-        for (group, p), scaling in zip(ready, lamb_scalings(rms), strict=True):
-            state = states[p]
-            state["scaling"], state["last_factor"] = scaling, 1.0
-            state["exp_avg_sq_fresh"] = self._variance(group, state).clone()
+        for change, scaling in zip(changes, lamb_scalings(rms), strict=True):
+            fresh = change["exp_avg_sq"].clone()
+            change.update(scaling=scaling, last_factor=1.0, exp_avg_sq_fresh=fresh)
+        return changes
+
+    def settle(self, group: Group, state: State, owed: Tensor) -> bool:
+        return super().settle(group, state, owed / state["scaling"])
 
     def thaw(self, group: Group, state: State) -> None:
         # v' has been kept up to date all along

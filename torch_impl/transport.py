@@ -35,7 +35,8 @@ class HorovodTransport:
     """horovod.torch's collectives on a process set, under fixed names.
 
     The names' prefix is chosen when the first collective runs: ranks run collectives in the same order, but may
-    construct optimizers that they never use.
+    construct optimizers that they never use. Rank and size stay those of the world that it was made in, so that what
+    belongs to a world that has ended can still be told apart.
     """
 
     def __init__(self, process_set: ProcessSet) -> None:
@@ -45,6 +46,9 @@ class HorovodTransport:
         self._process_set = process_set
         self._prefix: str | None = None
         self._make_prefix: Callable[[], str] = lambda: "onebit"
+        is_member = process_set.included()
+        self._rank = int(process_set.rank()) if is_member else -1
+        self._size = int(process_set.size()) if is_member else 0
 
     def named_by(self, make_prefix: Callable[[], str]) -> None:
         """Sets what gives the prefix when it is first needed."""
@@ -52,11 +56,11 @@ class HorovodTransport:
 
     @property
     def rank(self) -> int:
-        return int(self._process_set.rank())
+        return self._rank
 
     @property
     def size(self) -> int:
-        return int(self._process_set.size())
+        return self._size
 
     def alltoall(
         self, message: Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str

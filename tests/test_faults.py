@@ -1,0 +1,242 @@
+"""What becomes of the others when a rank dies, stalls or cannot go on; what becomes of files when a run is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import rank_environment
+
+from hvd_onebit.checkpoint import save_atomically
+
+TESTS = Path(__file__).parent
+SCRIPT = TESTS / "scripts" / "fault_ranks.py"
+GLOO_SECONDS = 5  # after which Horovod gives up waiting for another rank's message
+
+
+class World:
+    """Starts ranks as horovodrun does, but leaves them alone: horovodrun would end the others itself."""
+
+    def __init__(self, folder: Path) -> None:
+        from horovod.runner.http.http_server import RendezvousServer
+
+        self._server = RendezvousServer()
+        self._port = self._server.start()
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=rank_environment({"PYTHONPATH": str(TESTS)}),
+        )
+
+    def run(self, name: str, *, size: int = 2, timeout: float = 40.0) -> list[dict[str, Any]]:
+        """What became of each rank: "status", what it "said", and after how many "seconds"."""
+        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+
+        plan = get_host_assignments(parse_hosts(f"localhost:{size}"), size)
+        self._server.init(plan)
+        environments = [
+            {
+                "HOROVOD_HOSTNAME": "localhost",
+                "HOROVOD_RANK": str(slot.rank),
+                "HOROVOD_SIZE": str(slot.size),
+                "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+                "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+                "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+                "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+                "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._port),
+                "HOROVOD_GLOO_IFACE": "lo",
+                "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_SECONDS),
+                "HOROVOD_CONTROLLER": "gloo",
+                "HOROVOD_CPU_OPERATIONS": "gloo",
+            }
+            for slot in plan
+        ]
+        order = {"name": name, "size": size, "timeout": timeout, "environment": environments}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        while line := self._process.stdout.readline():
+            if line.startswith("RESULT "):
+                results: list[dict[str, Any]] = json.loads(line.removeprefix("RESULT "))
+                return results
+        raise AssertionError("the ranks' parent has ended")
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)
+        self._server.stop()
+        self._server._httpd.server_close()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    pytest.importorskip("horovod.torch")
+    world = World(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
+
+
+# a rank dies or stalls: the others end with Horovod's error, and none hangs
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "size"),
+    [("killed_in_warm_up", 1, 2), ("killed_at_the_freeze", 3, 2), ("killed_mid_exchange", 5, 3)],
+)
+def test_a_rank_is_killed(world: World, name: str, step: int, size: int) -> None:
+    results = world.run(name, size=size)
+    assert results[1]["status"] == -signal.SIGKILL
+    for rank in range(0, size, 2):
+        assert results[rank]["status"] == 0, results[rank]
+        assert results[rank]["said"].startswith(f"HorovodInternalError in step {step}"), results[rank]
+
+
+def test_a_rank_that_stands_still_for_a_while_is_waited_for(world: World) -> None:
+    for result in world.run("stopped_for_a_while"):
+        assert (result["status"], result["said"]) == (0, "waited, and went on")
+
+
+def test_a_rank_that_stands_still_for_good_is_given_up(world: World) -> None:
+    results = world.run("stopped_for_good", size=3, timeout=14)
+    assert results[1]["status"] is None, "it stood still until it was ended"
+    for rank in (0, 2):
+        assert results[rank]["said"].startswith("HorovodInternalError in step 5"), results[rank]
+
+
+# memory and disk
+
+
+def test_no_memory_at_the_freeze_on_one_rank_is_the_same_error_on_all(world: World) -> None:
+    results = world.run("no_memory_at_the_freeze_on_one_rank", size=3)
+    assert [result["status"] for result in results] == [0, 0, 0], results
+    said = {result["said"] for result in results}
+    assert len(said) == 1
+    assert "(rank 1: MemoryError: injected)" in said.pop()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_costs_the_new_checkpoint_only(world: World) -> None:
+    for result in world.run("full_disk"):
+        assert result["status"] == 0, result
+        assert "No space left on device: the checkpoint was not saved" in result["said"]
+
+
+def test_ranks_leave_nothing_behind(world: World) -> None:
+    """Stopped ranks included."""
+    running = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != world._process.pid:
+            try:
+                if str(SCRIPT).encode() in (entry / "cmdline").read_bytes():
+                    running.append(entry.name)
+            except OSError:
+                continue
+    assert not running
+
+
+# a file is the old or the new
+
+
+def _content(number: int) -> bytes:
+    return bytes([number % 256]) * 200_000
+
+
+WRITER = """
+import sys
+from hvd_onebit.checkpoint import save_atomically
+print("ready", flush=True)
+number = 0
+while True:
+    number += 1
+    def write(file):
+        for _ in range(20):
+            file.write(bytes([number % 256]) * 10_000)
+    save_atomically(write, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_while_it_saves_leaves_the_old_file_or_the_new(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    path = tmp_path / "checkpoint"
+    save_atomically(lambda file: file.write(_content(0)), path)
+    for round_number in range(6):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.02 + 0.0037 * round_number)
+        process.send_signal(signum)
+        assert process.wait(timeout=20) == -signum
+        process.stdout.close()
+        data = path.read_bytes()
+        assert data == _content(data[0]), "half of one, half of another"
+        assert {each.name for each in tmp_path.iterdir()} <= {"checkpoint", "checkpoint.partial"}
+    save_atomically(lambda file: file.write(_content(1)), path)
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"], "the next save clears up"
+
+
+@pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
+def test_a_run_that_dies_at_any_moment_before_the_rename_leaves_the_old_file(tmp_path: Path, moment: str) -> None:
+    path = tmp_path / "checkpoint"
+    save_atomically(lambda file: file.write(_content(7)), path)
+    script = f"""
+import os, signal, sys
+from hvd_onebit import checkpoint
+def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+if {moment!r} != "write": setattr(os, {moment!r}, die)
+def write(file):
+    file.write(b"half")
+    if {moment!r} == "write": die()
+checkpoint.save_atomically(write, sys.argv[1])
+"""
+    completed = subprocess.run([sys.executable, "-c", script, str(path)], timeout=30)
+    assert completed.returncode == -signal.SIGKILL
+    assert path.read_bytes() == _content(7)
+
+
+def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    save_atomically(lambda file: file.write(b"old"), path)
+
+    def write(file: Any) -> None:
+        file.write(b"half")
+        raise ZeroDivisionError("the user's own fault")
+
+    with pytest.raises(ZeroDivisionError):
+        save_atomically(write, path)
+    assert path.read_bytes() == b"old"
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_file_that_the_system_does_not_let_grow_is_a_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    save_atomically(lambda file: file.write(b"old"), path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="the checkpoint was not saved") as caught:
+            save_atomically(lambda file: file.write(_content(1)), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == b"old"
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No such file or directory.*nowhere"):
+        save_atomically(lambda file: None, tmp_path / "nowhere" / "checkpoint")
