@@ -18,17 +18,18 @@ pytest.importorskip("horovod.torch")
 
 TESTS = Path(__file__).parent
 SCRIPT = TESTS / "scripts" / "elastic_training.py"
-FREEZE_STEP, LAST_STEP = 4, 20
+FREEZE_STEP, LAST_STEP = 4, 18
 EVENTS = [
     "hosts=localhost,127.0.0.1,127.1@2",
-    "hosts=localhost,127.0.0.1@7",
-    "hosts=localhost,127.0.0.1,127.0.1@9",
-    "kill@11",
-    "kill@14",
+    "hosts=localhost,127.0.0.1,127.1,127.0.1@6",
+    "hosts=localhost,127.0.0.1,127.0.1@8",
+    "kill@10",
+    "kill@13",
 ]
 # step at which ranks came or went: how many there were before and after
-CHANGES = {2: (2, 3), 7: (3, 2), 9: (2, 3), 11: (3, 2), 14: (2, 1)}
-ORDERLY = (7, 9)
+CHANGES = {2: (2, 3), 6: (3, 4), 8: (4, 3), 10: (3, 2), 13: (2, 1)}
+ORDERLY = (6, 8)
+KILLED, ALONE = 10, 13
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -61,8 +62,8 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
     discover.write_text(f"#!/bin/sh\ncat '{folder}/hosts'\n", encoding="utf-8")
     discover.chmod(0o755)
     options = (
-        *("--min-np", "1", "--max-np", "3", "--host-discovery-script", str(discover)),
-        *("--network-interface", "lo", "--elastic-timeout", "60"),
+        *("--min-np", "1", "--max-np", "4", "--host-discovery-script", str(discover)),
+        *("--network-interface", "lo", "--elastic-timeout", "100"),
     )
     completed = run_horovod(
         SCRIPT,
@@ -70,7 +71,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
         *(str(folder), str(FREEZE_STEP), str(LAST_STEP), *EVENTS),
         timeout=200,
         cwd=folder,
-        env={"PYTHONPATH": str(TESTS), "HOROVOD_GLOO_TIMEOUT_SECONDS": "10"},
+        env={"PYTHONPATH": str(TESTS), "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"},
         options=options,
     )
     return Training(completed, folder)
@@ -115,21 +116,21 @@ def test_an_orderly_change_keeps_what_is_owed(training: Training, step: int) -> 
 
 
 def test_a_death_loses_the_dead_ranks_part_and_no_more(training: Training) -> None:
-    survivors = [each for each in training.after[11] if each["rank"] < 2]
+    survivors = [each for each in training.after[KILLED] if each["rank"] < 2]
     owed = training.owed(survivors, size=3)
-    np.testing.assert_allclose(training.owed(training.entered[11], size=2), owed, rtol=1e-4, atol=1e-6)
-    assert np.abs(owed - training.owed(training.after[11], size=3)).max() > 0.01
+    np.testing.assert_allclose(training.owed(training.entered[KILLED], size=2), owed, rtol=1e-4, atol=1e-6)
+    assert np.abs(owed - training.owed(training.after[KILLED], size=3)).max() > 0.01
     assert "1 of 3 ranks are gone with their compression errors" in training.output
 
 
 def test_the_last_rank_goes_on_uncompressed(training: Training) -> None:
     assert "one rank: there is nothing to send" in training.output
     # what it owed is in its momentum: without it the parameters run away from their optimum
-    losses = [training.loss(step) for step in range(14, LAST_STEP + 1)]
+    losses = [training.loss(step) for step in range(ALONE, LAST_STEP + 1)]
     assert losses == sorted(losses, reverse=True)
 
 
 def test_the_loss_falls_all_the_way(training: Training) -> None:
-    assert training.loss(LAST_STEP) < 0.75 * training.loss(1)
+    assert training.loss(LAST_STEP) < 0.8 * training.loss(1)
     for step in CHANGES:
         assert training.loss(step + 2) < 1.15 * training.loss(step), "a dead rank's part of what is owed is a jolt"

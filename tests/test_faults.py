@@ -40,8 +40,13 @@ class World:
             env=rank_environment({"PYTHONPATH": str(TESTS)}),
         )
 
-    def run(self, name: str, *, size: int = 2, timeout: float = 40.0) -> list[dict[str, Any]]:
-        """What became of each rank: "status", what it "said", and after how many "seconds"."""
+    def run(
+        self, name: str, *, size: int = 2, timeout: float = 60.0, never_ends: tuple[int, ...] = ()
+    ) -> list[dict[str, Any]]:
+        """What became of each rank: "status", what it "said", and after how many "seconds".
+
+        Ranks that never end are ended once the others have.
+        """
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 
         plan = get_host_assignments(parse_hosts(f"localhost:{size}"), size)
@@ -64,7 +69,8 @@ class World:
             }
             for slot in plan
         ]
-        order = {"name": name, "size": size, "timeout": timeout, "environment": environments}
+        order: dict[str, Any] = {"name": name, "size": size, "timeout": timeout, "environment": environments}
+        order["never_ends"] = never_ends
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -110,7 +116,7 @@ def test_a_rank_that_stands_still_for_a_while_is_waited_for(world: World) -> Non
 
 
 def test_a_rank_that_stands_still_for_good_is_given_up(world: World) -> None:
-    results = world.run("stopped_for_good", size=3, timeout=14)
+    results = world.run("stopped_for_good", size=3, never_ends=(1,))
     assert results[1]["status"] is None, "it stood still until it was ended"
     for rank in (0, 2):
         assert results[rank]["said"].startswith("HorovodInternalError in step 5"), results[rank]

@@ -141,10 +141,15 @@ class CpuCodec:
         return message.numpy().tobytes()
 
     def as_bytes(self, values: Tensor) -> Tensor:
-        return values.view(torch.uint8)
+        return _viewed(values, torch.uint8)
 
     def as_floats(self, message: Tensor) -> Tensor:
-        return message.view(torch.float32)
+        return _viewed(message, torch.float32)
+
+
+def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch does not view an empty tensor whose stride is 0, as one that comes from NumPy has
+    return tensor.view(dtype) if tensor.numel() else tensor.new_empty(0, dtype=dtype)
 
 
 def _numpy(tensor: Tensor | None):  # type: ignore[no-untyped-def]
@@ -224,10 +229,10 @@ class DeviceCodec:
         return message.cpu().numpy().tobytes()
 
     def as_bytes(self, values: Tensor) -> Tensor:
-        return values.view(torch.uint8)
+        return _viewed(values, torch.uint8)
 
     def as_floats(self, message: Tensor) -> Tensor:
-        return message.view(torch.float32)
+        return _viewed(message, torch.float32)
 
     def _compress(
         self, z: Tensor, error: Tensor | None, message: Tensor, block: int, scale: str, live: Tensor | None

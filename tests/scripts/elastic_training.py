@@ -28,7 +28,7 @@ FOLDER = Path(sys.argv[1])
 FREEZE_STEP, LAST_STEP = int(sys.argv[2]), int(sys.argv[3])
 EVENTS = {int(each.split("@")[1]): each.split("@")[0] for each in sys.argv[4:]}
 SHAPES = ((5, 8), (31,), (3,))
-WAIT_SECONDS = 40.0
+WAIT_SECONDS = 60.0
 
 
 class Model(torch.nn.Module):
@@ -92,6 +92,9 @@ def train(state: Any) -> None:
         if event.startswith("hosts") and hvd.size() != 1 + event.count(","):
             if hvd.rank() == 0 and happens_first(event, state.step):
                 change_hosts(event.removeprefix("hosts="))
+            if hvd.size() > 1 + event.count(","):
+                # nobody has to start first: from now on Horovod need not wait long, also for a rank that is dead
+                os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "8"
             deadline = time.monotonic() + WAIT_SECONDS
             while time.monotonic() < deadline:
                 time.sleep(0.1)

@@ -1,8 +1,8 @@
 """Ranks to which things happen: python fault_ranks.py FOLDER, then a line of JSON on standard input for each scenario.
 
-A line says {"name", "size", "timeout", "environment": [of each rank]}. This process imports everything once and forks
-the ranks of each scenario; it writes a line of JSON with what became of each: {"status", "said", "seconds"}, where a
-status below 0 is a signal's and None is a rank that had to be ended.
+A line says {"name", "size", "timeout", "never_ends": [ranks], "environment": [of each rank]}. This process imports
+everything once and forks the ranks of each scenario; it writes a line of JSON with what became of each: {"status",
+"said", "seconds"}, where a status below 0 is a signal's and None is a rank that had to be ended.
 """
 
 from __future__ import annotations
@@ -212,9 +212,9 @@ def run(name: str, environment: dict[str, str], start: float, file: Path) -> Non
     os._exit(status)
 
 
-def watch(pids: list[int], deadline: float) -> list[int | None]:
+def watch(pids: list[int], awaited: set[int], deadline: float) -> list[int | None]:
     statuses: dict[int, int] = {}
-    while len(statuses) < len(pids) and time.monotonic() < deadline:
+    while not awaited <= statuses.keys() and time.monotonic() < deadline:
         for pid in pids:
             if pid not in statuses:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -240,7 +240,8 @@ def main() -> None:
             if not pid:
                 run(name, environment, start, file)
             pids.append(pid)
-        statuses = watch(pids, start + order["timeout"])
+        awaited = {pid for rank, pid in enumerate(pids) if rank not in order["never_ends"]}
+        statuses = watch(pids, awaited, start + order["timeout"])
         results = []
         for file, status in zip(files, statuses, strict=True):
             left = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"said": "", "seconds": None}
