@@ -17,7 +17,7 @@ SCRIPT = TESTS / "scripts" / "tf_checks.py"
 EVERY_CHECK = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
 
 # Horovod's torch and TensorFlow libraries in one process can't both meet through Gloo
-WITH_TORCH = ["same_as_torch"]
+WITH_TORCH = ["same_as_torch", "sgd_is_the_same_as_torchs", "lamb_is_the_same_as_torchs"]
 EVERYWHERE = ["fit_keeps_replicas_equal", "nan_on_one_rank", "a_checkpoint_of_one_rank_is_broadcast"]
 
 LAUNCHES: dict[str, tuple[str, int, list[str]]] = {

@@ -336,7 +336,8 @@ class SgdRule(AdamRule):
             for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
                 if states[p]["step"] != 0:
                     view.mul_(1.0 - bucket.group["dampening"])
-        bucket.values.add_(self.momentum_of(bucket, states), alpha=bucket.group["momentum"])
+        # not by alpha=, which rounds once where all other implementations round twice
+        bucket.values.add_(self.momentum_of(bucket, states) * bucket.group["momentum"])
 
     def restore(self, bucket: CompressedBucket, flat: Tensor, states: Any) -> None:
         pass

@@ -367,9 +367,89 @@ def horovods_arguments() -> None:
             np.testing.assert_allclose(mine, theirs, atol=2e-3)
 
 
+FAMILY: dict[str, Any] = {
+    "SGD": lambda: distribute(keras.optimizers.SGD(0.02, momentum=0.9), freeze_step=4),
+    "OneBitSGD": lambda: distribute(onebit.OneBitSGD(0.02, weight_decay=0.01), exchange="two_phase"),
+    "Lamb": lambda: distribute(keras.optimizers.Lamb(0.02, beta_2=0.9), freeze_step=4, dead="hold", scale="mean"),
+    "onebit.Lamb": lambda: distribute(onebit.Lamb(0.02, beta_2=0.9), freeze_step=4, block="tensor"),
+    "OneBitLamb": lambda: distribute(
+        onebit.OneBitLamb(0.02, beta_2=0.9, weight_decay=0.01, freeze_step=4), exchange="two_phase"
+    ),
+    "OneBitAdam": lambda: distribute(
+        onebit.OneBitAdam(0.01, beta_2=0.9, freeze_step=4),
+        space="update",
+        dead="hold",
+        scale="mean",
+        block="tensor",
+    ),
+}
+
+
+@check
+def the_family_trains_in_fit() -> None:
+    for name, make in FAMILY.items():
+        network = model(dropout=0.0)
+        optimizer = make()
+        losses = fit(network, optimizer, epochs=4).history["loss"]
+        assert optimizer.stats.stage == COMPRESSION
+        assert optimizer.stats.step == 48
+        print(f"{name}: loss by epoch {[round(loss, 3) for loss in losses]}")
+        assert losses[-1] < 0.6 * losses[0], f"{name}: {losses}"
+        assert_replicas(state_of(network), name)
+        again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+        assert type(again) is type(optimizer)
+        assert again.get_config() == optimizer.get_config()
+        if "Lamb" in name:
+            assert set(optimizer.stats.trust_ratios) == {v.path for v in network.trainable_variables}
+
+
+@check
+def a_saved_lamb_goes_on_bit_for_bit() -> None:
+    network = model(dropout=0.0)
+    fit(network, FAMILY["OneBitLamb"]())
+    path = FOLDER / f"lamb-{hvd.rank()}.keras"
+    network.save(path)
+    again = keras.models.load_model(path)
+    x, y = data(hvd.rank())
+    for each in (network, again):
+        each.fit(x, y, batch_size=16, epochs=1, verbose=0, shuffle=False)
+    assert_bit_equal(state_of(again), state_of(network))
+    assert_replicas(state_of(again))
+
+
 @check
 def same_as_torch() -> None:
     """The same parameters and gradients in both adapters: the same bytes after the freeze, the same parameters."""
+    import torch
+
+    lr = 1 / 128  # float32 has it exactly
+    mine = Adam(lr, beta_2=0.95, epsilon=1e-12)
+    _compare_with_torch(mine, lambda ps: torch.optim.Adam(ps, lr=lr, betas=(0.9, 0.95), eps=1e-12), steps=200)
+
+
+@check
+def sgd_is_the_same_as_torchs() -> None:
+    """Keras's velocity is -lr times torch's momentum: to the bit, with a power of two for lr."""
+    import hvd_onebit.torch as other
+
+    lr = 1 / 128
+    _compare_with_torch(onebit.OneBitSGD(lr, 0.9), lambda ps: other.OneBitSGD(ps, lr=lr, momentum=0.9), factor=-lr)
+
+
+@check
+def lamb_is_the_same_as_torchs() -> None:
+    import hvd_onebit.torch as other
+
+    mine = onebit.OneBitLamb(1 / 128, 0.9, 0.95, 1e-8, weight_decay=0.1)
+    _compare_with_torch(
+        mine, lambda ps: other.OneBitLamb(ps, lr=1 / 128, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    )
+
+
+def _compare_with_torch(
+    keras_optimizer: Any, make_theirs: Callable[[list[Any]], Any], *, steps: int = 60, factor: float = 1.0
+) -> None:
+    """Trains with both; `factor` is what Keras's momentum is of torch's."""
     import horovod.torch as other_hvd
     import torch
 
@@ -377,18 +457,21 @@ def same_as_torch() -> None:
 
     other_hvd.init()
     torch.set_num_threads(1)
-    steps, freeze_step, lr = 200, 20, 1 / 128  # float32 has it exactly
+    freeze_step = 20
     options = {"freeze_step": freeze_step, "block": 16, "exchange": "two_phase", "check_every": 1}
     shapes = [(8, 5), (40, 5)]
     trained = variables(shapes)
     parameters = [torch.nn.Parameter(torch.from_numpy(v.numpy().copy())) for v in trained]
-    mine = onebit.DistributedOptimizer(Adam(lr, beta_2=0.95, epsilon=1e-12), **options)
+    mine = onebit.DistributedOptimizer(keras_optimizer, **options)
     theirs = other.DistributedOptimizer(
-        torch.optim.Adam(parameters, lr=lr, betas=(0.9, 0.95), eps=1e-12),
-        named_parameters=[(f"p{i}", p) for i, p in enumerate(parameters)],
-        **options,
+        make_theirs(parameters), named_parameters=[(f"p{i}", p) for i, p in enumerate(parameters)], **options
     )
+    momentum_name = "momentum_buffer" if factor != 1.0 else "exp_avg"
     worst = 0.0
+
+    def torchs(p: Any, name: str) -> Any:
+        return theirs.state[p][name].detach().numpy()
+
     for step in range(steps):
         given = gradients(step, hvd.rank(), shapes)
         mine.apply([tf.constant(g) for g in given], trained)
@@ -396,22 +479,38 @@ def same_as_torch() -> None:
         for p, g in zip(parameters, given, strict=True):
             (p * torch.from_numpy(g)).sum().backward()
         theirs.step()
-        moments = [(mine.momentum_of(i), theirs.state[p]["exp_avg"]) for i, p in enumerate(parameters)]
-        if step < freeze_step:
-            moments += [(mine.variance_of(i), theirs.state[p]["exp_avg_sq"]) for i, p in enumerate(parameters)]
+        moments = [
+            (mine.momentum_of(i), torchs(p, momentum_name) * np.float32(factor)) for i, p in enumerate(parameters)
+        ]
+        if step < freeze_step and factor == 1.0:
+            moments += [(mine.variance_of(i), torchs(p, "exp_avg_sq")) for i, p in enumerate(parameters)]
         if step == freeze_step - 1:
             # the frameworks' own full-precision updates round differently; compression starts from one state
             for m, other_m in moments:
-                np.testing.assert_allclose(m.numpy(), other_m.detach().numpy(), rtol=2e-6, atol=1e-7)
-                m.assign(other_m.detach().numpy())
+                np.testing.assert_allclose(m.numpy(), other_m, rtol=2e-6, atol=1e-7)
+                m.assign(other_m)
+            _take_lamb_of_torch(mine, [theirs.state[p] for p in parameters])
         elif step >= freeze_step:
             for m, other_m in moments:
-                np.testing.assert_array_equal(m.numpy(), other_m.detach().numpy(), f"step {step}")
+                np.testing.assert_array_equal(m.numpy(), other_m, f"step {step}")
         for v, p in zip(trained, parameters, strict=True):
             worst = max(worst, float(np.abs(v.numpy() - p.detach().numpy()).max()) / float(np.spacing(np.float32(1))))
     assert mine.stats.bytes_per_step == theirs.stats.bytes_per_step
+    assert mine.stats.stage == COMPRESSION
     print(f"largest difference in {steps} steps: {worst:.1f} ulp of 1")
     assert worst < 8
+
+
+def _take_lamb_of_torch(mine: Any, states: Sequence[Any]) -> None:
+    """What 1-bit LAMB keeps of each parameter."""
+    if "scaling" not in states[0]:
+        return
+    names = ("coeff_average", "coeff_updates", "last_factor", "scaling")
+    table = np.array([[float(state[name]) for state in states] for name in names])
+    np.testing.assert_allclose(mine.lamb_table.numpy(), table, rtol=1e-6)
+    mine.lamb_table.assign(table)
+    for fresh, state in zip(mine._engine.value.fresh, states, strict=True):
+        fresh.assign(state["exp_avg_sq_fresh"].numpy())
 
 
 # -- disagreements, each the last check of its launch --
