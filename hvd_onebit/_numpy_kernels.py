@@ -82,7 +82,7 @@ def apply(
     messages: Sequence[_Bytes],
     start: int,
     parameter: _Floats,
-    momentum: _Floats,
+    momentum: _Floats | None,
     variance: _Floats | None,
     num_elements: int,
     block: int,
@@ -111,9 +111,11 @@ def apply(
             if hold:
                 moving = variance[part] != 0
                 x = np.where(moving, x, parameter[part])
-                m = np.where(moving, m, momentum[part])
+                if momentum is not None:
+                    m = np.where(moving, m, momentum[part])
         parameter[part] = x
-        momentum[part] = m
+        if momentum is not None:
+            momentum[part] = m
 
 
 @np.errstate(all="ignore")

@@ -23,7 +23,7 @@ def apply_adam(
     exchange: CompressedAllreduce[Any],
     offset: int,
     parameter: Floats,
-    momentum: Floats,
+    momentum: Floats | None,
     variance: Floats,
     numbers: AdamStep,
     *,
@@ -36,7 +36,7 @@ def apply_adam(
         exchange: of messages in host memory.
         offset: the tensor's first element in the bucket.
         parameter: float32, shape (n,), written in place.
-        momentum: the same; becomes the averaged one.
+        momentum: the same; becomes the averaged one. None: it is not written.
         variance: float32, shape (n,).
         numbers: of this step.
         hold: leave coordinates whose variance is 0 as they are.
@@ -47,7 +47,7 @@ def apply_adam(
             [np.asarray(message) for message in exchange.messages(piece)],
             piece.start,
             parameter[piece.low : piece.high],
-            momentum[piece.low : piece.high],
+            None if momentum is None else momentum[piece.low : piece.high],
             variance[piece.low : piece.high],
             num_elements=piece.num_elements,
             block=piece.block,
@@ -64,7 +64,7 @@ def apply_momentum(
     exchange: CompressedAllreduce[Any],
     offset: int,
     parameter: Floats,
-    momentum: Floats,
+    momentum: Floats | None,
     *,
     step_size: float,
     decay: float = 1.0,
@@ -76,7 +76,7 @@ def apply_momentum(
             [np.asarray(message) for message in exchange.messages(piece)],
             piece.start,
             parameter[piece.low : piece.high],
-            momentum[piece.low : piece.high],
+            None if momentum is None else momentum[piece.low : piece.high],
             num_elements=piece.num_elements,
             block=piece.block,
             step_size=step_size,

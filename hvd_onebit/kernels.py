@@ -105,7 +105,7 @@ class _Backend(Protocol):
         messages: Sequence[_Bytes],
         start: int,
         parameter: _Floats,
-        momentum: _Floats,
+        momentum: _Floats | None,
         variance: _Floats | None,
         num_elements: int,
         block: int,
@@ -302,7 +302,7 @@ class Kernels:
         messages: Messages,
         start: SupportsIndex,
         parameter: Floats,
-        momentum: Floats,
+        momentum: Floats | None,
         variance: Floats,
         *,
         num_elements: SupportsIndex,
@@ -329,7 +329,7 @@ class Kernels:
             messages: uint8, shape (n, wire.message_num_bytes(num_elements, block)), or n such messages, in rank order.
             start: first element of the slice; any, not only a multiple of 8 or of the block.
             parameter: float32, shape (k,), updated in place, start + k <= num_elements.
-            momentum: float32, shape (k,), overwritten.
+            momentum: float32, shape (k,), overwritten; or None: nothing is written.
             variance: float32, shape (k,). Not written.
             num_elements: elements in each message.
             block: elements per scale.
@@ -366,7 +366,7 @@ class Kernels:
         messages: Messages,
         start: SupportsIndex,
         parameter: Floats,
-        momentum: Floats,
+        momentum: Floats | None,
         *,
         num_elements: SupportsIndex,
         block: SupportsIndex = wire.DEFAULT_BLOCK,
@@ -442,7 +442,7 @@ class Kernels:
         messages: Messages,
         start: SupportsIndex,
         parameter: Floats,
-        momentum: Floats,
+        momentum: Floats | None,
         variance: Floats | None,
         *,
         num_elements: SupportsIndex,
@@ -457,7 +457,7 @@ class Kernels:
         messages_ = _messages(messages, num_elements, block)
         num_elements, block = _counts(num_elements, block)
         parameter_ = _floats("parameter", parameter, written=True)
-        momentum_ = _floats("momentum", momentum, parameter_.size, written=True)
+        momentum_ = _optional_floats("momentum", momentum, parameter_.size, written=True)
         variance_ = _optional_floats("variance", variance, parameter_.size)
         first = start.__index__()
         if not 0 <= first <= first + parameter_.size <= num_elements:

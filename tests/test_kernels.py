@@ -265,33 +265,37 @@ def test_apply_is_as_defined(implementation: Kernels, ranks: int, num_elements: 
                     m / (np.sqrt(variance) / f(correction) + f(1e-8))
                 )
             held = variance == 0 if hold else np.zeros(m.size, bool)
-            x, v = parameter.copy(), momentum.copy()
-            implementation.adam_apply(
-                messages,
-                start,
-                x,
-                v,
-                variance,
-                num_elements=num_elements,
-                block=block,
-                step_size=1e-3,
-                eps=1e-8,
-                variance_correction=correction,
-                decay=decay,
-                hold=hold,
-            )
-            assert_same_bits(x, np.where(held, parameter, moved))
-            assert_same_bits(v, np.where(held, momentum, m))
+            for v in (momentum.copy(), None):
+                x = parameter.copy()
+                implementation.adam_apply(
+                    messages,
+                    start,
+                    x,
+                    v,
+                    variance,
+                    num_elements=num_elements,
+                    block=block,
+                    step_size=1e-3,
+                    eps=1e-8,
+                    variance_correction=correction,
+                    decay=decay,
+                    hold=hold,
+                )
+                assert_same_bits(x, np.where(held, parameter, moved))
+                if v is not None:
+                    assert_same_bits(v, np.where(held, momentum, m))
         for decay in (1.0, 0.999):
             with np.errstate(all="ignore"):
                 decayed = parameter if decay == 1 else parameter * f(decay)
                 moved = np.subtract(decayed, f(0.1) * m)
-            x, v = parameter.copy(), momentum.copy()
-            implementation.momentum_apply(
-                messages, start, x, v, num_elements=num_elements, block=block, step_size=0.1, decay=decay
-            )
-            assert_same_bits(x, moved)
-            assert_same_bits(v, m)
+            for v in (momentum.copy(), None):
+                x = parameter.copy()
+                implementation.momentum_apply(
+                    messages, start, x, v, num_elements=num_elements, block=block, step_size=0.1, decay=decay
+                )
+                assert_same_bits(x, moved)
+                if v is not None:
+                    assert_same_bits(v, m)
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 8, 13, 2047, 2048, 3001])

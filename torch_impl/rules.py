@@ -530,5 +530,5 @@ def _flat(bucket: CompressedBucket, index: int) -> tuple[int, Any, Any]:
     """Where a parameter starts in the bucket, and its and its momentum's memory."""
     offset, size = bucket.bucket.offsets[index], bucket.bucket.sizes[index]
     parameter = bucket.parameters[index].detach().view(-1).numpy()
-    momentum = bucket.scratch if bucket.momentum is None else bucket.momentum
-    return offset, parameter, momentum.numpy()[offset : offset + size]
+    momentum = None if bucket.momentum is None else bucket.momentum.numpy()[offset : offset + size]
+    return offset, parameter, momentum

@@ -273,7 +273,7 @@ static PyObject *py_apply(PyObject *Py_UNUSED(module), PyObject *args) {
         return NULL;
     if (check_level(level) < 0 || check_counts(num_elements, block) < 0 ||
         take_floats(&call, py_parameter, "parameter", PyBUF_WRITABLE, 0, &count, &parameter) < 0 ||
-        take_floats(&call, py_momentum, "momentum", PyBUF_WRITABLE, 0, &count, &momentum) < 0 ||
+        take_floats(&call, py_momentum, "momentum", PyBUF_WRITABLE, 1, &count, &momentum) < 0 ||
         take_floats(&call, py_variance, "variance", 0, 1, &count, &variance) < 0 ||
         take_messages(&call, py_messages, num_elements, block) < 0 || make_team(&call.team, threads, 0, 1) < 0)
         goto done;

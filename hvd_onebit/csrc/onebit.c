@@ -1032,10 +1032,11 @@ struct application {
 
 static NEVER_INLINE void apply_pieces(const struct application *job, struct range range) {
     float m[SUB_BLOCK] ALIGNED;
+    float unwanted[SUB_BLOCK] ALIGNED = {0}; /* a momentum that nobody asked for stays in the cache */
     for (size_t at = range.start, length; at < range.stop; at += length) {
         length = piece_length(&job->from, job->start + at, job->start + range.stop);
         decode(job->level, &job->from, job->start + at, length, NULL, m);
-        DISPATCH(job->level, apply, m, job->parameter + at, job->momentum + at,
+        DISPATCH(job->level, apply, m, job->parameter + at, job->momentum == NULL ? unwanted : job->momentum + at,
                  job->variance == NULL ? NULL : job->variance + at, length, job->step);
     }
 }

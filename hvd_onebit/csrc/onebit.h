@@ -95,7 +95,7 @@ void onebit_average(enum onebit_level level, const uint8_t *const *messages, siz
  * or, if variance is NULL, parameter = parameter * decay - step_size * m. If step->hold, elements where variance is 0 are
  * left as they are.
  *
- * start + count <= n; start needs no alignment. parameter, momentum, variance: count floats each.
+ * start + count <= n; start needs no alignment. parameter, momentum, variance: count floats each; momentum may be NULL.
  */
 void onebit_apply(enum onebit_level level, const uint8_t *const *messages, size_t num_messages, size_t n, size_t block,
                   size_t start, size_t count, float *parameter, float *momentum, const float *variance,
