@@ -61,17 +61,16 @@ def nothing_to_compress(reason: str) -> None:
     log.warning("compression was asked for but nothing will be compressed: %s", reason)
 
 
-def frozen(stats: Stats, names_in_full_precision: list[str]) -> None:
+def frozen(stats: Stats) -> None:
     """Said at every freeze."""
+    names = stats.full_precision_names
     log.info(
         "step %d: variance frozen, compression starts: %d elements as one bit, %d in full precision%s; dead "
         "coordinates (variance zero): %d, lifted by the floor: %d",
         stats.step,
         stats.compressed_elements,
         stats.full_precision_elements,
-        f" ({', '.join(names_in_full_precision[:8])}{', ...' if len(names_in_full_precision) > 8 else ''})"
-        if names_in_full_precision
-        else "",
+        f" ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})" if names else "",
         stats.dead_elements,
         stats.floored_elements,
     )

@@ -67,12 +67,13 @@ def freeze_ready(
     lr: float,
     options: CompressionOptions,
     schedule: FreezeSchedule,
-    has_variance: Callable[[int], bool],
+    variance_of: Callable[[int], npt.NDArray[np.float32] | None],
     variance_norm: Callable[[], float] | None,
 ) -> tuple[Table, list[int]]:
     """The parameters that freeze after `step`, and the table with them frozen.
 
-    A parameter whose variance is all zero when its turn comes waits for as many updates of its own as the others had.
+    A parameter whose variance is all zero when its turn comes waits for as many updates of its own as the others had;
+    one whose variance is not finite, after squares of huge gradients, waits until it is.
 
     Args:
         table: not written.
@@ -81,7 +82,7 @@ def freeze_ready(
         lr: the learning rate of the last one.
         options: with `freeze_step`.
         schedule: its notes are brought up to date.
-        has_variance: whether the variance of a parameter has a coordinate other than zero.
+        variance_of: the variance of a parameter; None for rules without one.
         variance_norm: ||v||_1 over the parameters that wait, its bias corrected; None for rules without a variance.
     """
     table = table.copy()
@@ -93,7 +94,10 @@ def freeze_ready(
     required = first_frozen_step(table) if schedule.is_automatic else int(options.freeze_step)
     ready = []
     for i in waiting:
-        if not has_variance(i):
+        variance = variance_of(i)
+        if variance is not None and not np.isfinite(variance).all():
+            continue
+        if variance is not None and not variance.any():
             table[WARM_SINCE, i] = step
         elif step - table[WARM_SINCE, i] >= required:
             ready.append(i)

@@ -43,6 +43,8 @@ class Stats:
         uncompressed_bytes_per_step: what a step sends as float32.
         compressed_elements: elements that travel as one bit.
         full_precision_elements: elements that do not.
+        full_precision_names: the parameters that do not: all in warm-up, later those that the user named, those that
+            are too small for `min_elements`, and those that still warm up.
         dead_elements: elements whose variance was zero at the freeze.
         floored_elements: elements whose variance the floor has lifted.
         rounds: steps in which compressed parameters were communicated (0/1 Adam skips some).
@@ -60,6 +62,7 @@ class Stats:
     uncompressed_bytes_per_step: float = 0.0
     compressed_elements: int = 0
     full_precision_elements: int = 0
+    full_precision_names: tuple[str, ...] = ()
     dead_elements: int = 0
     floored_elements: int = 0
     rounds: int = 0

@@ -545,3 +545,32 @@ def test_nothing_to_compress_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
     on_ranks(2, work)
     assert "nothing will be compressed" in caplog.text
+
+
+def test_a_variance_that_is_not_finite_does_not_freeze() -> None:
+    """Squares of huge gradients overflow; the parameter stays in full precision, and the others go on."""
+
+    def work(transport: LocalTransport) -> Any:
+        trained = variables([(40,), (50,)])
+        optimizer = distribute(Adam(0.01), transport, freeze_step=3)
+        for step in range(6):
+            huge = np.full(40, 1e25 if step == 1 else 1.0, np.float32)
+            optimizer.apply([tf.constant(huge), tf.constant(gradient(step, transport.rank, 1, (50,)))], trained)
+        assert optimizer.stats.compressed_elements == 50
+        assert optimizer.stats.full_precision_names == ("p0",)
+        return snapshot(trained)
+
+    by_rank = on_ranks(2, work)
+    assert_replicas_equal(by_rank)
+    assert np.isfinite(by_rank[0][1]).all()
+
+
+def test_a_pattern_without_match_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def work(transport: LocalTransport) -> None:
+        trained = variables()
+        optimizer = distribute(Adam(), transport, freeze_step=9, full_precision=["*.bais", "p1"])
+        train(optimizer, trained, range(1), transport.rank)
+
+    on_ranks(2, work)
+    assert caplog.text.count("'*.bais'") == 1
+    assert "'p1'" not in caplog.text

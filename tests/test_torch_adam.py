@@ -376,6 +376,7 @@ def test_a_full_precision_parameter_follows_plain_adam_for_ever() -> None:
         train(optimizer, params, range(steps), transport.rank)
         assert optimizer.stats.compressed_elements == 205
         assert optimizer.stats.full_precision_elements == 40 + 1 + 27
+        assert optimizer.stats.full_precision_names == ("p0", "p3", "p4")
         return snapshot(params)
 
     params = parameters()

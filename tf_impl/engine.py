@@ -19,7 +19,7 @@ from hvd_onebit import notices
 from hvd_onebit.agreement import digest, encode_fields, raise_disagreement
 from hvd_onebit.errors import too_many_skips
 from hvd_onebit.layout import make_buckets
-from hvd_onebit.options import CompressionOptions, is_full_precision
+from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
 from hvd_onebit.rules import bias_correction
 from hvd_onebit.schedule import FreezeSchedule, delay_of, stride_of
 from hvd_onebit.stage import (
@@ -409,6 +409,9 @@ class CompressionEngine:
         compressed = sum(size for size, is_frozen in zip(self._sizes, frozen, strict=True) if is_frozen)
         self.stats.compressed_elements = compressed
         self.stats.full_precision_elements = sum(self._sizes) - compressed
+        self.stats.full_precision_names = tuple(
+            name for name, is_frozen in zip(self._names, frozen, strict=True) if not is_frozen
+        )
 
     def count_overflow(self) -> None:
         """A step skipped by loss scaling: on all ranks, before anything was exchanged."""
@@ -468,7 +471,7 @@ class CompressionEngine:
             lr=float(lr),
             options=self.options,
             schedule=self._schedule,
-            has_variance=lambda i: i not in variance_of or bool(variance_of[i].any()),
+            variance_of=variance_of.get,
             variance_norm=norm if self.rule.has_variance else None,
         )
         mask = np.zeros(len(self._compressible), bool)
@@ -496,8 +499,7 @@ class CompressionEngine:
         self.stats.step, self.stats.stage = step, COMPRESSION
         self._count_elements(table[FROZEN_STEP] != 0)
         if self.transport.rank == 0:
-            full = [name for name, at in zip(self._names, table[FROZEN_STEP], strict=True) if not at]
-            notices.frozen(self.stats, full)
+            notices.frozen(self.stats)
 
     # -- notices -----------------------------------------------------------------------------------------------------
 
@@ -507,6 +509,8 @@ class CompressionEngine:
         self._told = True
         if self.transport.rank != 0:
             return
+        for pattern, nearest in patterns_without_match(self._names, self.options):
+            notices.pattern_without_match(pattern, nearest)
         if self.transport.size == 1:
             notices.one_rank()
         elif not self._compressible:

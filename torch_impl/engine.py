@@ -371,6 +371,7 @@ class Engine:
         stats.stage, stats.step = self.stage, self.step
         stats.compressed_elements = sum(p.numel() for p in trained if self.is_compressed(p))
         stats.full_precision_elements = sum(p.numel() for p in trained) - stats.compressed_elements
+        stats.full_precision_names = tuple(self.names[p] for p in trained if not self.is_compressed(p))
         stats.frozen_step = max(self._first_frozen_step(), 0)
         stats.count_uncompressed(4 * sum(p.numel() for p in trained), self._transport.size)
 
@@ -876,9 +877,7 @@ class CompressionEngine(Engine):
         self._set_checksums({**self._checksums, "checksum of the frozen variance": checksum})
         self._count_elements()
         if self._transport.rank == 0:
-            notices.frozen(
-                self.stats, [self.names[p] for p in self.parameters() if p.requires_grad and not self.is_compressed(p)]
-            )
+            notices.frozen(self.stats)
 
     def _floored(self, group: Group, p: Tensor) -> tuple[Tensor | None, int, int]:
         key = self._rule.variance_key(group)
