@@ -36,12 +36,13 @@ timed = start=$$SECONDS; echo "== $(1)"; \
 	$(2); \
 	echo "   took $$((SECONDS - start)) s"
 
-.PHONY: help setup demo demo-keras test lint format clean
+.PHONY: help setup demo demo-keras test soak lint format clean
 
 help:
 	@echo "make demo     train on two ranks, with 1-bit compression and without, and compare"
 	@echo "make demo-keras  the same under Keras's model.fit"
 	@echo "make test     all that CI runs: ruff, mypy, pytest"
+	@echo "make soak     20,000 steps with skips, saves and resizes: replicas equal, memory flat, nothing lost"
 	@echo "make lint     ruff and mypy only"
 	@echo "make format   let ruff reformat and fix what it can"
 	@echo "make setup    environment and Horovod only (the others do it first)"
@@ -59,6 +60,9 @@ demo-keras: setup
 
 test: setup lint $(STAMPS)/triton
 	$(PY) -m pytest
+
+soak: $(STAMPS)/package
+	HVD_ONEBIT_SOAK_STEPS=20000 $(PY) -m pytest tests/test_soak.py --timeout 3600
 
 lint: $(STAMPS)/package
 	$(PY) -m ruff check $(LINTED)
