@@ -13,11 +13,13 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.exchange import CompressedAllreduce
+from hvd_onebit.hosts import HostGroups, hierarchical_place
 from hvd_onebit.layout import Bucket
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.stats import Stats
@@ -26,10 +28,11 @@ from hvd_onebit.step import Inputs, StepExchange
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["EXCHANGE_METHODS", "LOOP_METHODS", "Observed", "Task"]
+__all__ = ["EXCHANGE_METHODS", "HIERARCHICAL", "LOOP_METHODS", "Observed", "Task"]
 
-EXCHANGE_METHODS = ("horovod_float32", "horovod_float16", "onebit")
-LOOP_METHODS = ("no_communication", "horovod_float32", "horovod_float16", "onebit", "onebit_overlap")
+HIERARCHICAL = "onebit_hierarchical"  # measured where there are several hosts with several ranks each
+EXCHANGE_METHODS = ("horovod_float32", "horovod_float16", "onebit", HIERARCHICAL)
+LOOP_METHODS = ("no_communication", "horovod_float32", "horovod_float16", "onebit", "onebit_overlap", HIERARCHICAL)
 SPLIT = ("compress", "wait", "reduce", "decode", "other")
 
 _FREEZE_STEP = 1
@@ -65,9 +68,11 @@ class Task:
         values = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{**values, "what": tuple(values["what"])})
 
-    @property
-    def options(self) -> CompressionOptions:
-        return CompressionOptions(exchange=self.exchange, bucket_elements=self.bucket_elements)
+    def options(self, *, hierarchical: bool = False) -> CompressionOptions:
+        """What our exchanges are made with."""
+        return CompressionOptions(
+            exchange=self.exchange, bucket_elements=self.bucket_elements, hierarchical=hierarchical
+        )
 
 
 @dataclass
@@ -77,14 +82,14 @@ class Observed:
     Attributes:
         seconds: from the barrier until this rank had the result.
         bytes_sent: by this rank's host, as the interface counts them.
-        split: seconds of the parts of the method "onebit".
+        split: seconds of the parts of our exchanges, by method and part.
         num_elements: elements averaged, or parameters of the model.
         batch: samples a rank takes a step.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     bytes_sent: dict[str, list[int]] = field(default_factory=dict)
-    split: dict[str, list[float]] = field(default_factory=dict)
+    split: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     num_elements: int = 0
     batch: int = 0
 
@@ -145,7 +150,6 @@ def _measure_exchange(task: Task) -> Observed:
 
     gradient = codec_for(torch.device("cpu")).zeros(task.num_elements).normal_()  # in memory as the buckets' own
     observed = Observed(num_elements=task.num_elements)
-    onebit = _OneBitExchange(task.options, gradient)
 
     def horovod_float32() -> None:
         hvd.allreduce_(gradient, op=hvd.Average, name="bench.float32")
@@ -156,25 +160,39 @@ def _measure_exchange(task: Task) -> Observed:
             hvd.Compression.fp16.decompress(hvd.allreduce_(half, op=hvd.Average, name="bench.float16"), kind)
         )
 
-    def timed_onebit() -> None:
-        onebit.run()
-        for part, seconds in onebit.take_split().items():
-            observed.split.setdefault(part, []).append(seconds)
+    def timed(name: str, exchange: _OneBitExchange) -> None:
+        exchange.run()
+        split = observed.split.setdefault(name, {part: [] for part in SPLIT})
+        for part, seconds in exchange.take_split().items():
+            split[part].append(seconds)
 
-    methods = (horovod_float32, horovod_float16, timed_onebit)
-    _rounds(dict(zip(EXCHANGE_METHODS, methods, strict=True)), task.repeats, observed)
-    observed.split = {part: seconds[1:] for part, seconds in observed.split.items()}
-    values: Any = onebit.values.numpy()
-    checksums = hvd.allgather(torch.tensor([zlib.crc32(values)]), name="bench.checksum")
-    if len(set(checksums.tolist())) != 1:
-        raise OneBitError("ranks hold different averages after the compressed exchange")
+    ours = {
+        name: _OneBitExchange(name, task.options(hierarchical=name == HIERARCHICAL), gradient)
+        for name in _present(("onebit", HIERARCHICAL))
+    }
+    methods: dict[str, Callable[[], None]] = {"horovod_float32": horovod_float32, "horovod_float16": horovod_float16}
+    methods.update((name, partial(timed, name, exchange)) for name, exchange in ours.items())
+    _rounds(methods, task.repeats, observed)
+    for name, exchange in ours.items():
+        observed.split[name] = {part: seconds[1:] for part, seconds in observed.split[name].items()}
+        values: Any = exchange.values.numpy()
+        checksums = hvd.allgather(torch.tensor([zlib.crc32(values)]), name=f"bench.checksum.{name}")
+        if len(set(checksums.tolist())) != 1:
+            raise OneBitError(f"ranks hold different averages after the exchange {name}")
     return observed
+
+
+def _present(methods: Sequence[str]) -> list[str]:
+    """Those that can be measured here."""
+    import horovod.torch as hvd
+
+    return [name for name in methods if name != HIERARCHICAL or (hvd.cross_size() > 1 and hvd.local_size() > 1)]
 
 
 class _OneBitExchange:
     """The compressed allreduce of one flat tensor, cut into buckets, with the time of its parts."""
 
-    def __init__(self, options: CompressionOptions, gradient: Tensor) -> None:
+    def __init__(self, name: str, options: CompressionOptions, gradient: Tensor) -> None:
         import horovod.torch as hvd
 
         from hvd_onebit.torch.codec import codec_for
@@ -184,12 +202,21 @@ class _OneBitExchange:
         transport: Any = _Watched(HorovodTransport(hvd.global_process_set), self._seconds)
         codec: Any = _Clocked(codec_for(gradient.device), self._seconds)
         self.values = codec.zeros(len(gradient))
-        self._step: StepExchange[Any] = StepExchange(transport, Stats())
+        place = hierarchical_place(options, transport.place)
+        groups: HostGroups[Any] | None = None if place is None else HostGroups(transport, place)
+        if groups is not None:
+            groups.connect()
+        self._step: StepExchange[Any] = StepExchange(transport, Stats(), groups)
         self._parts: list[tuple[CompressedAllreduce[Any], Tensor, Tensor]] = []
         for start in range(0, len(gradient), options.bucket_elements):
             part, values = (each[start : start + options.bucket_elements] for each in (gradient, self.values))
-            bucket = Bucket(f"bench.{start}", ("gradient",), (len(part),))
-            exchange = CompressedAllreduce(bucket, rank=hvd.rank(), size=hvd.size(), codec=codec, options=options)
+            shared = None if place is None else transport.shared_zeros(len(part))
+            if shared is not None:
+                part = shared.copy_(part)  # as an optimizer's buckets lie
+            bucket = Bucket(f"bench.{name}.{start}", ("gradient",), (len(part),))
+            exchange = CompressedAllreduce(
+                bucket, rank=hvd.rank(), size=hvd.size(), codec=codec, options=options, place=place
+            )
             self._parts.append((exchange, part, values))
 
     def run(self) -> None:
@@ -235,6 +262,12 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
+    def subgroup(self, *args: Any, **kwargs: Any) -> _Watched:
+        return _Watched(self._transport.subgroup(*args, **kwargs), self._seconds)
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> _WatchedPending:
+        return _WatchedPending(self._transport.reduce_scatter(*args, **kwargs), self._seconds)
+
     def alltoall(self, *args: Any, **kwargs: Any) -> _WatchedPending:
         return _WatchedPending(self._transport.alltoall(*args, **kwargs), self._seconds)
 
@@ -267,7 +300,7 @@ def _clocked(function: Callable[..., Any], part: str, seconds: dict[str, float])
 
 def _measure_loop(task: Task) -> Observed:
     """Steps of AdamW on a multilayer perceptron, from clearing the gradients to the updated parameters."""
-    loops = {name: _Loop(name, task) for name in LOOP_METHODS if _is_there(name)}
+    loops = {name: _Loop(name, task) for name in _present(LOOP_METHODS)}
     batch = _calibrated_batch(loops["no_communication"], task.step_seconds)
     for loop in loops.values():
         loop.use_batch(batch)
@@ -275,14 +308,10 @@ def _measure_loop(task: Task) -> Observed:
             loop.step()
     observed = Observed(num_elements=loops["no_communication"].num_elements, batch=batch)
     _rounds({name: loop.step for name, loop in loops.items()}, task.repeats, observed)
-    for name in ("onebit", "onebit_overlap"):
+    for name in ("onebit", "onebit_overlap", HIERARCHICAL):
         if name in loops and loops[name].optimizer.stats.stage != "compression":
             raise OneBitError(f"the loop with {name} was not in the compression stage: nothing was measured")
     return observed
-
-
-def _is_there(method: str) -> bool:
-    return method != "onebit_overlap" or any(each.name == "overlap" for each in fields(CompressionOptions))
 
 
 class _Loop:
@@ -335,14 +364,14 @@ def _optimizer(method: str, model: nn.Module, task: Task) -> Any:
     if method.startswith("horovod"):
         kind = hvd.Compression.fp16 if method == "horovod_float16" else hvd.Compression.none
         return hvd.DistributedOptimizer(adam, named_parameters=named, compression=kind)
-    overlap = {"overlap": method == "onebit_overlap"} if _is_there("onebit_overlap") else {}
     return onebit.DistributedOptimizer(
         adam,
         named_parameters=named,
         freeze_step=_FREEZE_STEP,
         exchange=task.exchange,
         bucket_elements=task.bucket_elements,
-        **overlap,
+        overlap=method != "onebit",
+        hierarchical=method == HIERARCHICAL,
     )
 
 

@@ -8,6 +8,8 @@ horovodrun runs across them. In each run two things are measured, in rounds thro
     loop        training steps of a perceptron with AdamW: without communication, with Horovod's optimizer as float32
                 and as float16, and with ours in its compression stage, without and with overlap
 
+Where there are several hosts with several ranks each, ours is measured in both ways, flat and hierarchical.
+
 Bytes are those that a host's interface has sent, with TCP's and Ethernet's headers as far as it counts them.
 """
 
@@ -24,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hvd_onebit._bench_network_worker import EXCHANGE_METHODS, LOOP_METHODS, Observed, Task
+from hvd_onebit._bench_network_worker import EXCHANGE_METHODS, HIERARCHICAL, LOOP_METHODS, Observed, Task
 from hvd_onebit._processes import CommandError
 from hvd_onebit._progress import Progress, log_tail
 from hvd_onebit.bench import Machine, this_machine
@@ -41,6 +43,7 @@ _TITLES = {
     "horovod_float16": "Horovod float16",
     "onebit": "1-bit",
     "onebit_overlap": "1-bit, overlap",
+    HIERARCHICAL: "1-bit, hierarchical",
 }
 
 
@@ -73,11 +76,14 @@ class RateReport:
         num_elements: float32 elements that the exchanges average.
         horovod_float32_seconds: Horovod's allreduce of them.
         horovod_float16_seconds: through hvd.Compression.fp16.
-        onebit_seconds: compressed, from the gradients to the average, on all ranks.
+        onebit_seconds: compressed, from the gradients to the average, on all ranks; all ranks alike.
+        onebit_hierarchical_seconds: the same, averaged inside the hosts first.
         horovod_float32_bytes_on_link: bytes that a host sends for it.
         horovod_float16_bytes_on_link: the same.
         onebit_bytes_on_link: the same.
+        onebit_hierarchical_bytes_on_link: the same.
         onebit_split: seconds that a rank is busy with compress, reduce, decode and other things, or waits.
+        onebit_hierarchical_split: the same of the hierarchical exchange; empty where there is none.
         onebit_link_busy: the share of onebit_seconds in which a host's link is sending; None if unshaped.
         speedup: of ours over Horovod's float32: below 1, compression does not pay.
         exchange_seconds: each counted round, by method.
@@ -90,10 +96,13 @@ class RateReport:
     horovod_float32_seconds: float | None = None
     horovod_float16_seconds: float | None = None
     onebit_seconds: float | None = None
+    onebit_hierarchical_seconds: float | None = None
     horovod_float32_bytes_on_link: float | None = None
     horovod_float16_bytes_on_link: float | None = None
     onebit_bytes_on_link: float | None = None
+    onebit_hierarchical_bytes_on_link: float | None = None
     onebit_split: dict[str, float] = field(default_factory=dict)
+    onebit_hierarchical_split: dict[str, float] = field(default_factory=dict)
     onebit_link_busy: float | None = None
     speedup: float | None = None
     exchange_seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -177,15 +186,15 @@ def _report(rate: Rate, task: Task, by_rank: Sequence[Mapping[str, Observed]]) -
 
 
 def _exchange_figures(rate: Rate, by_rank: Sequence[Observed]) -> dict[str, Any]:
-    seconds = {method: _slowest(by_rank, method) for method in EXCHANGE_METHODS}
+    seconds = {method: _slowest(by_rank, method) for method in EXCHANGE_METHODS if method in by_rank[0].seconds}
     figures: dict[str, Any] = {"exchange_seconds": seconds}
-    for method in EXCHANGE_METHODS:
+    for method in seconds:
         figures[f"{method}_seconds"] = statistics.median(seconds[method])
         figures[f"{method}_bytes_on_link"] = _bytes_on_link(by_rank, method)
-    parts = by_rank[0].split
-    figures["onebit_split"] = {
-        part: statistics.mean(statistics.median(each.split[part]) for each in by_rank) for part in parts
-    }
+    for method, parts in by_rank[0].split.items():
+        figures[f"{method}_split"] = {
+            part: statistics.mean(statistics.median(each.split[method][part]) for each in by_rank) for part in parts
+        }
     if rate.bits_per_second is not None:
         sending = 8 * figures["onebit_bytes_on_link"] / rate.bits_per_second
         figures["onebit_link_busy"] = sending / figures["onebit_seconds"]
@@ -291,7 +300,7 @@ def _main(args: argparse.Namespace) -> int:
         ranks_per_host=args.ranks_per_host,
         repeats=task.repeats,
         bucket_elements=task.bucket_elements,
-        exchange=task.options.algorithm(args.hosts * args.ranks_per_host),
+        exchange=task.options().algorithm(args.hosts * args.ranks_per_host),
     )
     progress = Progress(sys.stderr)
     status = 0
@@ -355,17 +364,24 @@ def _lines(report: NetworkReport) -> Iterator[str]:
     if measured:
         yield ""
         yield f"Averaging {measured[0].num_elements} float32 elements: seconds (bytes that a host sends)"
-        yield from _table(("rate", *(_TITLES[method] for method in EXCHANGE_METHODS)), map(_exchange_row, measured))
+        methods = _measured_exchanges(measured[0])
+        yield from _table(
+            ("rate", *(_TITLES[method] for method in methods)), [_exchange_row(each, methods) for each in measured]
+        )
         yield ""
         yield "Where a rank's time goes in the 1-bit exchange, in seconds; share of the time that the link is busy"
         parts = list(measured[0].onebit_split)
-        rows = [
-            (each.rate, *(f"{each.onebit_split[part]:.4f}" for part in parts), _share(each.onebit_link_busy))
-            for each in measured
-        ]
+        rows = []
+        for each in measured:
+            rows.append((each.rate, *_cells(each.onebit_split, parts), _share(each.onebit_link_busy)))
+            if each.onebit_hierarchical_split:
+                rows.append((f"{each.rate}, hierarchical", *_cells(each.onebit_hierarchical_split, parts), ""))
         yield from _table(("rate", *parts, "link busy"), rows)
         yield ""
-        yield from map(_exchange_verdict, measured)
+        for each in measured:
+            yield _exchange_verdict(each)
+            if each.onebit_hierarchical_seconds is not None:
+                yield _hierarchical_verdict(each)
     loops = [(each.rate, each.loop) for each in report.rates if each.loop is not None]
     if loops:
         methods = _measured(loops[0][1].samples_per_second)
@@ -383,10 +399,31 @@ def _lines(report: NetworkReport) -> Iterator[str]:
         yield from (_loop_verdict(rate, loop) for rate, loop in loops)
 
 
-def _exchange_row(report: RateReport) -> tuple[str, ...]:
+def _measured_exchanges(report: RateReport) -> list[str]:
+    return [method for method in EXCHANGE_METHODS if method in report.exchange_seconds]
+
+
+def _exchange_row(report: RateReport, methods: Sequence[str]) -> tuple[str, ...]:
     values = asdict(report)
-    cells = [f"{values[f'{m}_seconds']:.4f} ({_short(values[f'{m}_bytes_on_link'])})" for m in EXCHANGE_METHODS]
+    cells = [f"{values[f'{m}_seconds']:.4f} ({_short(values[f'{m}_bytes_on_link'])})" for m in methods]
     return (report.rate, *cells)
+
+
+def _cells(split: Mapping[str, float], parts: Sequence[str]) -> list[str]:
+    return [f"{split[part]:.4f}" for part in parts]
+
+
+def _hierarchical_verdict(report: RateReport) -> str:
+    assert report.onebit_hierarchical_seconds is not None
+    assert report.onebit_hierarchical_bytes_on_link is not None
+    assert report.onebit_seconds is not None
+    assert report.onebit_bytes_on_link is not None
+    speed = report.onebit_seconds / report.onebit_hierarchical_seconds
+    sent = report.onebit_hierarchical_bytes_on_link / report.onebit_bytes_on_link
+    return (
+        f"{report.rate}: hierarchical, a host sends {_share(sent)} of the bytes of 1-bit among all ranks alike, and it "
+        f"is {speed:.2f} times as fast"
+    )
 
 
 def _exchange_verdict(report: RateReport) -> str:
@@ -461,7 +498,8 @@ def _plot(report: NetworkReport, path: Path) -> str:
     figure = Figure(figsize=(6.4 * (bool(exchanges) + bool(loops)), 4.8), layout="constrained")
     axes = iter(figure.subplots(1, bool(exchanges) + bool(loops), squeeze=False)[0])
     if exchanges:
-        by_method = {m: [asdict(each)[f"{m}_seconds"] for each in exchanges] for m in EXCHANGE_METHODS}
+        methods = _measured_exchanges(exchanges[0])
+        by_method = {m: [asdict(each)[f"{m}_seconds"] for each in exchanges] for m in methods}
         title = f"averaging {exchanges[0].num_elements} float32 elements"
         _bars(next(axes), [each.rate for each in exchanges], by_method, title, "seconds", log=True)
     if loops:

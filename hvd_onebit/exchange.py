@@ -6,6 +6,11 @@ buckets (`step.py`), gradient hooks, or the ops of a graph.
     one_shot    compress -> allgather -> average of all messages
     two_phase   compress -> alltoall -> reduce -> allgather -> concatenation of all replies
 
+Hierarchical, on several hosts with several ranks each: the ranks of a host average in full precision first, each of
+them one shard of the bucket (reduce-scatter inside the host). Then those of the same local rank exchange their shard by
+one of the two algorithms above (between hosts), and at last the ranks of a host give each other the bytes that they got
+(allgather inside). Error feedback covers a rank's shard only, and what is averaged between hosts are the hosts' means.
+
 Tang et al., "1-bit Adam", 2021, arXiv 2102.02888, section 5 and algorithm 1 (two_phase, with error feedback on both
 sides). Whatever the algorithm, the result is computed from the same bytes on every rank, hence the same floats.
 """
@@ -15,11 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Generic
 
 from hvd_onebit.codec import Array, Codec
-from hvd_onebit.layout import Bucket, Chunk, Segment, cut_chunks
+from hvd_onebit.hosts import Place
+from hvd_onebit.layout import Bucket, Chunk, Segment, cut_chunks, cut_evenly
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.wire import message_num_bytes, message_ranges
 
@@ -47,34 +53,52 @@ class Piece:
 class CompressedAllreduce(Generic[Array]):
     """One bucket's mean over ranks, one bit an element, with error feedback.
 
-    A step calls, in this order: `compress`, (the alltoall and `reduce`, if `is_two_phase`), the allgather, `accept`,
+    A step calls, in this order: (the reduce-scatter inside the host, if `is_hierarchical`), `compress`, (the alltoall
+    and `reduce`, if `is_two_phase`), the allgather, (the allgather inside the host, if `is_hierarchical`), `accept`,
     then `average` or the pieces, and `commit`; `rollback` undoes the step's change of the error feedback.
 
     What a step gave is a scale and a sign bit an element. Kept as such by `commit(keep=True)`, it is the momentum that
     the next step starts from, in an eighth of a byte an element for every message that was averaged.
 
     Attributes:
-        worker_error: float32, shape (num_elements,): what this rank still owes; None without error feedback.
+        rank: this rank's number among those that it exchanges messages with: its host's, if hierarchical.
+        size: the number of those.
+        worker_error: float32, shape (elements of this rank's shard,), the whole bucket unless hierarchical: what is
+            still owed; None without error feedback.
         server_error: float32, shape (elements of this rank's chunk,): None for one_shot or without error feedback.
         live: float32, shape (num_elements,) or None: coordinates that are 0 in it are held: they take no part.
     """
 
     def __init__(
-        self, bucket: Bucket, *, rank: int, size: int, codec: Codec[Array], options: CompressionOptions
+        self,
+        bucket: Bucket,
+        *,
+        rank: int,
+        size: int,
+        codec: Codec[Array],
+        options: CompressionOptions,
+        place: Place | None = None,
     ) -> None:
         self.bucket = bucket
-        self.rank = rank
-        self.size = size
-        self.is_two_phase = options.algorithm(size) == "two_phase"
+        self.place = place
+        self.rank, self.size = (rank, size) if place is None else (place.host, place.num_hosts)
+        self.is_two_phase = options.algorithm(self.size) == "two_phase"
         self.worker_error: Array | None = None
         self.server_error: Array | None = None
         self.live: Array | None = None
         self._codec = codec
         self._scale = options.scale
-        self._chunks = cut_chunks(bucket, size if self.is_two_phase else 1, options.block)
-        self._own_chunk = self._chunks[rank if self.is_two_phase else 0]
+        self._shards = cut_evenly(0, bucket.num_elements, 1 if place is None else place.local_size)
+        self._chunks_of_shards = [
+            cut_chunks(bucket, self.size if self.is_two_phase else 1, options.block, start=start, stop=stop)
+            for start, stop in self._shards
+        ]
+        local_rank = 0 if place is None else place.local_rank
+        self._shard = self._shards[local_rank]
+        self._chunks = self._chunks_of_shards[local_rank]
+        self._own_chunk = self._chunks[self.rank if self.is_two_phase else 0]
         if options.error_feedback:
-            self.worker_error = codec.zeros(bucket.num_elements)
+            self.worker_error = codec.zeros(self._shard[1] - self._shard[0])
             if self.is_two_phase:
                 self.server_error = codec.zeros(self._own_chunk.stop - self._own_chunk.start)
         self._sent: Array | None = None
@@ -85,13 +109,28 @@ class CompressedAllreduce(Generic[Array]):
         self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
 
     @property
+    def is_hierarchical(self) -> bool:
+        """True when the ranks of a host average in full precision first."""
+        return self.place is not None
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The elements [start, stop) of the bucket that this rank sends to other hosts; all, unless hierarchical."""
+        return self._shard
+
+    @property
+    def shard_lengths(self) -> list[int]:
+        """The elements of every local rank's shard."""
+        return [stop - start for start, stop in self._shards]
+
+    @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The parts of the bucket that are averaged by one rank each (two_phase), or the whole bucket (one_shot)."""
+        """The parts of the shard that are averaged by one rank each (two_phase), or the whole shard (one_shot)."""
         return self._chunks
 
     @property
     def own_chunk(self) -> Chunk:
-        """The part of the bucket that this rank averages (two_phase) or the whole bucket (one_shot)."""
+        """The part of the shard that this rank averages (two_phase) or the whole shard (one_shot)."""
         return self._own_chunk
 
     @property
@@ -107,19 +146,42 @@ class CompressedAllreduce(Generic[Array]):
         return [self._own_chunk.num_bytes] * self.size
 
     @property
+    def inside_bytes(self) -> list[int]:
+        """Bytes that each local rank contributes to the allgather inside the host: what it has got from all hosts."""
+        return [self._copies * sum(chunk.num_bytes for chunk in chunks) for chunks in self._chunks_of_shards]
+
+    @property
     def bytes_sent(self) -> int:
-        """Bytes this rank sends to others in one exchange."""
+        """Bytes this rank sends to others in one exchange; if hierarchical, to other hosts."""
         if not self.is_two_phase:
             return self._own_chunk.num_bytes * (self.size - 1)
         to_servers = sum(chunk.num_bytes for chunk in self._chunks) - self._own_chunk.num_bytes
         return to_servers + self._own_chunk.num_bytes * (self.size - 1)
 
+    @property
+    def bytes_sent_inside(self) -> int:
+        """Bytes this rank sends to others on its host, in full precision and as bits; 0 unless hierarchical."""
+        if self.place is None:
+            return 0
+        start, stop = self._shard
+        shared = self.inside_bytes[self.place.local_rank] * (self.place.local_size - 1)
+        return 4 * (self.bucket.num_elements - (stop - start)) + shared
+
+    @property
+    def _copies(self) -> int:
+        """Messages that are averaged for every element of the result."""
+        return 1 if self.is_two_phase else self.size
+
     def compress(self, gradient: Array, momentum: Array | None, beta1: float, *, from_kept: bool = False) -> Array:
         """The message to send of z = beta1*momentum + (1-beta1)*gradient + worker_error; the error becomes z - C(z).
 
-        `gradient` and `momentum` (float32, shape (num_elements,)) are not written. With `from_kept` the momentum is
-        what the last step gave, decoded on the way. Blocks that hold a non-finite value keep their error and get a
-        non-finite scale.
+        Blocks that hold a non-finite value keep their error and get a non-finite scale.
+
+        Args:
+            gradient: float32, shape (elements of the shard,): this rank's own, or its host's mean; not written.
+            momentum: float32, shape (num_elements,), or None; not written.
+            beta1: momentum's weight.
+            from_kept: the momentum is what the last step gave, decoded on the way.
         """
         message = self._codec.empty_bytes(sum(chunk.num_bytes for chunk in self._chunks))
         for base, chunk in _with_bases(self._chunks):
@@ -144,11 +206,12 @@ class CompressedAllreduce(Generic[Array]):
         message: Array,
         kept: Sequence[Array] | None = None,
     ) -> None:
+        first, _ = self._shard
         self._codec.compress(
-            gradient[low:high],
+            gradient[low - first : high - first],
             momentum,
             beta1,
-            _part(self.worker_error, low, high),
+            _part(self.worker_error, low - first, high - first),
             message,
             block=segment.block,
             scale=self._scale,
@@ -177,7 +240,7 @@ class CompressedAllreduce(Generic[Array]):
 
     def kept(self, values: Array) -> None:
         """Writes what the last step gave (float32, shape (num_elements,)), if it was kept."""
-        for chunk in self._chunks:
+        for chunk in chain.from_iterable(self._chunks_of_shards):
             for segment in chunk.segments:
                 low, high = segment.start, segment.stop
                 messages = self._kept_messages(segment, low, high)
@@ -218,7 +281,7 @@ class CompressedAllreduce(Generic[Array]):
         return reply
 
     def accept(self, gathered: Array) -> bool:
-        """Takes the gathered bytes; False when some rank's gradient was not finite, the same answer on every rank."""
+        """Takes the bytes gathered last; False when some rank's gradient was not finite, the same answer on all."""
         self._gathered = gathered
         return all(
             self._codec.scales_finite(self.messages(piece), num_elements=piece.num_elements, block=piece.block)
@@ -257,11 +320,14 @@ class CompressedAllreduce(Generic[Array]):
             if from_kept:
                 momentum = self._codec.zeros(self.bucket.num_elements)
                 self.kept(momentum)
-            given = gradient if momentum is None else momentum * beta1 + gradient * (1.0 - beta1)
-            sent = self._codec.zeros(self.bucket.num_elements)
+            first, stop = self._shard
+            own = _part(momentum, first, stop)
+            given = gradient if own is None else own * beta1 + gradient * (1.0 - beta1)
+            sent = self._codec.zeros(stop - first)
             for base, chunk in _with_bases(self._chunks):
-                self._decode(chunk, [self._sent[base : base + chunk.num_bytes]], sent[chunk.start : chunk.stop])
-            self._codec.restore(self.worker_error, sent, given, self.live)
+                decoded = sent[chunk.start - first : chunk.stop - first]
+                self._decode(chunk, [self._sent[base : base + chunk.num_bytes]], decoded)
+            self._codec.restore(self.worker_error, sent, given, _part(self.live, first, stop))
         if self.server_error is not None and self._reply is not None and self._received is not None:
             chunk = self._own_chunk
             mean = self._codec.zeros(chunk.stop - chunk.start)
@@ -303,26 +369,22 @@ class CompressedAllreduce(Generic[Array]):
             )
 
     def _find_pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        copies = 1 if self.is_two_phase else self.size
-        for base, chunk in _with_bases(self._chunks):
-            for segment in chunk.segments:
-                low, high = max(start, segment.start), min(stop, segment.stop)
-                if low < high:
-                    ranges = tuple(
-                        (
-                            base + i * chunk.num_bytes + segment.byte_start,
-                            base + i * chunk.num_bytes + segment.byte_stop,
+        shard_bases = (0, *accumulate(self.inside_bytes))
+        for shard_base, chunks in zip(shard_bases, self._chunks_of_shards, strict=False):
+            for base, chunk in _with_bases(chunks, shard_base):
+                for segment in chunk.segments:
+                    low, high = max(start, segment.start), min(stop, segment.stop)
+                    if low < high:
+                        copies = range(base, base + self._copies * chunk.num_bytes, chunk.num_bytes)
+                        ranges = tuple((at + segment.byte_start, at + segment.byte_stop) for at in copies)
+                        yield Piece(
+                            low - start, high - start, low - segment.start, segment.num_elements, segment.block, ranges
                         )
-                        for i in range(copies)
-                    )
-                    yield Piece(
-                        low - start, high - start, low - segment.start, segment.num_elements, segment.block, ranges
-                    )
 
 
-def _with_bases(chunks: Sequence[Chunk]) -> list[tuple[int, Chunk]]:
-    """Each chunk with the byte at which its message starts when all are laid end to end."""
-    bases = (0, *accumulate(chunk.num_bytes for chunk in chunks))
+def _with_bases(chunks: Sequence[Chunk], first: int = 0) -> list[tuple[int, Chunk]]:
+    """Each chunk with the byte at which its message starts when all are laid end to end from byte `first` on."""
+    bases = accumulate((chunk.num_bytes for chunk in chunks), initial=first)
     return list(zip(bases, chunks, strict=False))
 
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from hvd_onebit.wire import message_num_bytes
 
-__all__ = ["CHUNK_ALIGNMENT", "Bucket", "Chunk", "Segment", "cut_chunks", "make_buckets"]
+__all__ = ["CHUNK_ALIGNMENT", "Bucket", "Chunk", "Segment", "cut_chunks", "cut_evenly", "make_buckets"]
 
 CHUNK_ALIGNMENT = 64
 
@@ -103,13 +103,28 @@ def make_buckets(
     return tuple(buckets)
 
 
-def cut_chunks(bucket: Bucket, num_chunks: int, block: int | str) -> tuple[Chunk, ...]:
-    """`num_chunks` chunks that cover the bucket in order; `block` elements (or "tensor") share a scale."""
-    per_chunk = -(-bucket.num_elements // num_chunks)
-    if num_chunks > 1:
-        per_chunk = -(-per_chunk // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-    cuts = [min(i * per_chunk, bucket.num_elements) for i in range(num_chunks + 1)]
-    return tuple(_chunk(bucket, start, stop, block) for start, stop in pairwise(cuts))
+def cut_chunks(
+    bucket: Bucket, num_chunks: int, block: int | str, *, start: int = 0, stop: int | None = None
+) -> tuple[Chunk, ...]:
+    """`num_chunks` chunks that cover elements [start, stop) of the bucket in order.
+
+    Args:
+        bucket: what is cut.
+        num_chunks: number of chunks, some of which may be empty.
+        block: elements that share a scale, or "tensor".
+        start: first element; a multiple of 64.
+        stop: the element after the last one; None: the bucket's end.
+    """
+    edges = cut_evenly(start, bucket.num_elements if stop is None else stop, num_chunks)
+    return tuple(_chunk(bucket, low, high, block) for low, high in edges)
+
+
+def cut_evenly(start: int, stop: int, num_parts: int) -> list[tuple[int, int]]:
+    """[start, stop) in `num_parts` ranges, which start at multiples of 64 after `start`; the last may be shorter."""
+    per_part = -(-(stop - start) // num_parts)
+    if num_parts > 1:
+        per_part = -(-per_part // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+    return list(pairwise(min(start + i * per_part, stop) for i in range(num_parts + 1)))
 
 
 def _chunk(bucket: Bucket, start: int, stop: int, block: int | str) -> Chunk:

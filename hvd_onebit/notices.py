@@ -13,8 +13,11 @@ __all__ = [
     "dropped_local_steps",
     "errors_lost_with_ranks",
     "frozen",
+    "hierarchical",
     "local_steps",
+    "no_shared_memory",
     "not_distributed",
+    "not_hierarchical",
     "nothing_to_compress",
     "one_rank",
     "pattern_without_match",
@@ -54,6 +57,24 @@ def started(freeze_step: int | str, beta2: float) -> None:
             memory,
             freeze_step,
         )
+
+
+def hierarchical(num_hosts: int, local_size: int) -> None:
+    """Said once, when gradients are averaged inside hosts first."""
+    log.info("hierarchical exchange: %d hosts with %d ranks each", num_hosts, local_size)
+
+
+def not_hierarchical(obstacle: str) -> None:
+    """Said once, when the ranks of several hosts exchange alike although they need not."""
+    log.info("the exchange is not hierarchical: %s", obstacle)
+
+
+def no_shared_memory() -> None:
+    """Said once, when ranks of one host cannot open each other's memory."""
+    log.warning(
+        "the ranks of a host cannot share memory (other containers, or no memfd_create): what they average among "
+        "themselves goes through Horovod, which is slower; hierarchical=False may be faster"
+    )
 
 
 def nothing_to_compress(reason: str) -> None:

@@ -39,6 +39,9 @@ class CompressionOptions:
         freeze_threshold: with "auto", the ratio of the variance's 1-norms that counts as settled.
         exchange: "one_shot" (every rank gathers every message), "two_phase" (chunks are averaged by the rank that owns
             them), or "auto": one_shot for two ranks, where it costs the same bytes and half the latency.
+        hierarchical: True averages in full precision inside each host first, so that a host sends its gradients once,
+            compressed, and not once a rank; "auto" does so on several hosts that have the same number of ranks, two or
+            more (see `hosts.py`).
         scale: "rms" (||z||_2/sqrt(d), the 1-bit Adam paper) or "mean" (||z||_1/d, the 0/1 Adam paper).
         block: elements that share one scale, or "tensor" for one scale a tensor.
         space: "momentum" sends the momentum, as the papers do; "update" sends it divided by the root of the frozen
@@ -61,6 +64,7 @@ class CompressionOptions:
     freeze_latest_step: int | None = None
     freeze_threshold: float = 0.96
     exchange: str = AUTO
+    hierarchical: bool | str = AUTO
     scale: str = "rms"
     block: int | str = 2048
     space: str = "momentum"
@@ -89,6 +93,8 @@ class CompressionOptions:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        if not isinstance(self.hierarchical, bool) and self.hierarchical != AUTO:
+            raise ValueError(f'hierarchical must be True, False or "auto", not {self.hierarchical!r}')
         if self.freeze_step != AUTO:
             _check_int("freeze_step", self.freeze_step, 0, '(or "auto")')
             if self.freeze_latest_step is not None:

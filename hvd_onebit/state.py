@@ -7,42 +7,73 @@ rank can save and any number of ranks can restore.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from hvd_onebit.codec import Array, Codec
 from hvd_onebit.exchange import CompressedAllreduce
-from hvd_onebit.transport import Transport
+from hvd_onebit.hosts import HostGroups
+from hvd_onebit.transport import Group, Transport
 
 __all__ = ["owed_by_parameter", "share_errors", "share_owed", "take_shared_errors"]
 
 
-def share_errors(exchange: CompressedAllreduce[Array], transport: Transport[Array], codec: Codec[Array]) -> None:
+def share_errors(
+    exchange: CompressedAllreduce[Array],
+    transport: Transport[Array],
+    codec: Codec[Array],
+    groups: HostGroups[Array] | None = None,
+) -> Array | None:
     """Makes every rank's worker error the mean of all plus the whole server error; server errors become zero.
 
     Collective. The error that training still owes is the same before and after, to rounding.
+
+    Args:
+        exchange: its errors are written.
+        transport: among all ranks.
+        codec: of its arrays.
+        groups: connected; for a hierarchical exchange.
+
+    Returns:
+        float32, shape (num_elements,): the shared error of the whole bucket, what a checkpoint needs; None without
+        error feedback.
     """
     if exchange.worker_error is None:
-        return
+        return None
     name = exchange.bucket.name
-    total = transport.allreduce(exchange.worker_error, name=f"{name}.worker_error").wait()
+    group: Group[Array] = transport
+    if exchange.is_hierarchical:
+        assert groups is not None
+        group = groups.across
+    total = group.allreduce(exchange.worker_error, name=f"{name}.worker_error").wait()
     if exchange.server_error is not None:
         lengths = [4 * (chunk.stop - chunk.start) for chunk in exchange.chunks]
         shards = codec.as_bytes(exchange.server_error)
-        gathered = transport.allgather(shards, lengths, name=f"{name}.server_error").wait()
+        gathered = group.allgather(shards, lengths, name=f"{name}.server_error").wait()
         total = total + codec.as_floats(gathered)
         exchange.server_error[:] = 0.0
     exchange.worker_error[:] = total
+    if not exchange.is_hierarchical or groups is None:
+        return exchange.worker_error
+    lengths = [4 * length for length in exchange.shard_lengths]
+    return codec.as_floats(
+        groups.inside.allgather(codec.as_bytes(exchange.worker_error), lengths, name=f"{name}.inside_error").wait()
+    )
 
 
 def take_shared_errors(
-    exchange: CompressedAllreduce[Array], saved: Mapping[str, tuple[Sequence[str], Sequence[int], Any]]
+    exchange: CompressedAllreduce[Array],
+    saved: Mapping[str, tuple[Sequence[str], Sequence[int], Any]],
+    whole: Array | None = None,
 ) -> list[str]:
     """Restores shared errors into an exchange of any size, parameter by parameter.
 
     Args:
         exchange: its errors are written; parameters that `saved` does not have are left.
         saved: by the checkpoint's buckets: parameter names, their sizes, and the worker error of the bucket.
+        whole: float32, shape (num_elements,): is written with the errors of the whole bucket.
 
     Returns:
         The names of parameters for which nothing of the right size was saved.
@@ -57,30 +88,45 @@ def take_shared_errors(
             start += size
     missing = []
     bucket = exchange.bucket
+    first, last = exchange.shard
     for name, offset, size in zip(bucket.parameters, bucket.offsets, bucket.sizes, strict=True):
         part = parts.get(name)
         if part is None or len(part) != size:
             missing.append(name)
         else:
-            exchange.worker_error[offset : offset + size] = part
+            if whole is not None:
+                whole[offset : offset + size] = part
+            low, high = max(offset, first), min(offset + size, last)
+            if low < high:
+                exchange.worker_error[low - first : high - first] = part[low - offset : high - offset]
     return missing
 
 
-def owed_by_parameter(errors: Mapping[str, Mapping[str, Any]], size: int) -> dict[str, Any]:
+def owed_by_parameter(
+    errors: Mapping[str, Mapping[str, Any]], size: int, zeros: Callable[[int], Any] = np.zeros
+) -> dict[str, Any]:
     """What one rank owes, by parameter name: the sum over ranks, divided by `size`, is what training still owes.
 
-    A server error is a shard of one vector and counts in full; a worker error counts as one of `size`.
+    A server error is a shard of one vector and counts in full; a worker error counts as one of `size`, or of a
+    hierarchical exchange, where it is a shard of one of `hosts` vectors, as one of those.
 
     Args:
         errors: by bucket: "parameters", "sizes", "worker_error", "server_error" and "server_start", the element of the
-            bucket at which the server error starts.
+            bucket at which the server error starts; of a hierarchical exchange also "hosts", and "worker_start", at
+            which the worker error starts.
         size: how many ranks there were when these errors arose.
+        zeros: makes an array of the errors' kind.
     """
     owed: dict[str, Any] = {}
     for each in errors.values():
         if each["worker_error"] is None:
             continue
-        total = each["worker_error"] * 1.0
+        if each.get("hosts") is None:
+            total = each["worker_error"] * 1.0
+        else:
+            total = zeros(sum(each["sizes"]))
+            first = each["worker_start"]
+            total[first : first + len(each["worker_error"])] += each["worker_error"] * (size / each["hosts"])
         if each["server_error"] is not None:
             first = each["server_start"]
             total[first : first + len(each["server_error"])] += each["server_error"] * float(size)
@@ -97,7 +143,7 @@ def share_owed(
     weight: float,
     transport: Transport[Array],
     codec: Codec[Array],
-) -> None:
+) -> Array | None:
     """Makes every rank's worker error the mean over ranks of `weight * owed`; server errors become zero.
 
     Collective. For a world that has just been made: each rank that was in the old one, of n ranks, gives what
@@ -110,15 +156,21 @@ def share_owed(
         weight: of this rank.
         transport: among the ranks of the new world.
         codec: for the exchange's arrays.
+
+    Returns:
+        float32, shape (num_elements,): the shared error of the whole bucket; None without error feedback.
     """
     if exchange.worker_error is None:
-        return
+        return None
     bucket = exchange.bucket
     mine = codec.zeros(bucket.num_elements)
     for name, offset, size in zip(bucket.parameters, bucket.offsets, bucket.sizes, strict=True):
         part = owed.get(name)
         if weight and part is not None and len(part) == size:
             mine[offset : offset + size] = part * weight
-    exchange.worker_error[:] = transport.allreduce(mine, name=f"{bucket.name}.owed").wait()
+    mean = transport.allreduce(mine, name=f"{bucket.name}.owed").wait()
+    start, stop = exchange.shard
+    exchange.worker_error[:] = mean[start:stop]
     if exchange.server_error is not None:
         exchange.server_error[:] = 0.0
+    return mean

@@ -40,6 +40,8 @@ class Stats:
         skipped_in_a_row: how many of them came last without a good one between.
         bytes_per_step: bytes this rank sent to others in the last step of each stage. An allreduce counts as a ring's.
         bytes_sent: all bytes this rank has sent, by stage.
+        inside_bytes_per_step: of `bytes_per_step`, what the hierarchical exchange sent to ranks of the same host, in
+            full precision and as bits: the rest went to other hosts. 0 without it: then no difference is made.
         uncompressed_bytes_per_step: what a step sends as float32.
         compressed_elements: elements that travel as one bit.
         full_precision_elements: elements that do not.
@@ -59,6 +61,7 @@ class Stats:
     skipped_in_a_row: int = 0
     bytes_per_step: dict[str, float] = field(default_factory=lambda: {WARM_UP: 0.0, COMPRESSION: 0.0})
     bytes_sent: dict[str, float] = field(default_factory=lambda: {WARM_UP: 0.0, COMPRESSION: 0.0})
+    inside_bytes_per_step: dict[str, float] = field(default_factory=lambda: {WARM_UP: 0.0, COMPRESSION: 0.0})
     uncompressed_bytes_per_step: float = 0.0
     compressed_elements: int = 0
     full_precision_elements: int = 0
@@ -69,20 +72,23 @@ class Stats:
     variance_updates: int = 0
     trust_ratios: dict[str, TrustRatio] = field(default_factory=dict)
     _bytes_this_step: float = 0.0
+    _inside_this_step: float = 0.0
 
     def count_uncompressed(self, num_bytes: int, size: int) -> None:
         """Notes what a step of float32 training would send."""
         self.uncompressed_bytes_per_step = ring_allreduce_bytes(num_bytes, size)
 
-    def count(self, num_bytes: float) -> None:
-        """Adds bytes handed to a collective in the step under way."""
+    def count(self, num_bytes: float, *, inside: float = 0.0) -> None:
+        """Adds bytes handed to a collective in the step under way, `inside` of them for ranks of the same host."""
         self._bytes_this_step += num_bytes
+        self._inside_this_step += inside
 
     def end_step(self, stage: str, *, skipped: bool) -> None:
         """Closes the step's counters; `stage` is the one the step was made in."""
         self.bytes_per_step[stage] = self._bytes_this_step
         self.bytes_sent[stage] += self._bytes_this_step
-        self._bytes_this_step = 0.0
+        self.inside_bytes_per_step[stage] = self._inside_this_step
+        self._bytes_this_step = self._inside_this_step = 0.0
         if skipped:
             self.steps_skipped += 1
             self.skipped_in_a_row += 1

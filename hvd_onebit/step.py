@@ -1,15 +1,16 @@
-"""One step's exchanges in flight: all buckets are started, then reduced, then collected, always in the same order."""
+"""One step's exchanges in flight: all buckets are started, then moved on, then collected, always in the same order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Generic
 
 from hvd_onebit.codec import Array
 from hvd_onebit.exchange import CompressedAllreduce
+from hvd_onebit.hosts import HostGroups
 from hvd_onebit.stats import Stats
-from hvd_onebit.transport import Pending, Transport
+from hvd_onebit.transport import Group, Pending, Transport
 
 __all__ = ["Inputs", "StepExchange"]
 
@@ -38,69 +39,116 @@ class Inputs(Generic[Array]):
 
 @dataclass
 class _Flight(Generic[Array]):
-    """One bucket's exchange: in its alltoall (`received`), then in its allgather (`gathered`)."""
+    """One bucket's exchange.
+
+    Attributes:
+        exchange: the bucket's.
+        inputs: what is compressed; if hierarchical, its gradient is the host's mean of the shard, once that is there.
+        group: the ranks that messages are exchanged with: those of the same local rank, if hierarchical.
+        pending: the collective under way.
+        phases: what is still to be done with its result, and with those of the next ones; each starts the next one.
+    """
 
     exchange: CompressedAllreduce[Array]
     inputs: Inputs[Array]
-    received: Pending[Array] | None
-    gathered: Pending[Array] | None
+    group: Group[Array]
+    pending: Pending[Array] | None = None
+    phases: list[Callable[[_Flight[Array], Array], Pending[Array]]] = field(default_factory=list)
 
 
 class StepExchange(Generic[Array]):
-    """A step as a transaction: `start` for every bucket, `finish`, then `commit` or `rollback`."""
+    """A step as a transaction: `start` for every bucket, `finish`, then `commit` or `rollback`.
 
-    def __init__(self, transport: Transport[Array], stats: Stats) -> None:
+    Args:
+        transport: among all ranks.
+        stats: counts what is sent.
+        groups: connected before the first hierarchical exchange starts; None: there is none.
+    """
+
+    def __init__(self, transport: Transport[Array], stats: Stats, groups: HostGroups[Array] | None = None) -> None:
         self._transport = transport
         self._stats = stats
+        self._groups = groups
         self._flights: list[_Flight[Array]] = []
 
     def start(self, exchange: CompressedAllreduce[Array], inputs: Inputs[Array]) -> None:
-        """Collective: compresses a bucket and starts its first collective."""
-        gradient = inputs.gradient()
-        message = exchange.compress(gradient, inputs.momentum, inputs.beta1, from_kept=inputs.from_kept)
-        flight = _Flight(exchange, inputs, None, None)
+        """Collective: starts a bucket's first collective.
+
+        If hierarchical, the array that `inputs.gradient` gives must stay as it is until the step's end.
+        """
+        groups = self._groups if exchange.is_hierarchical else None
+        group: Group[Array] = self._transport if groups is None else groups.across
+        flight = _Flight(exchange, inputs, group)
         if exchange.is_two_phase:
-            name = f"{exchange.bucket.name}.alltoall"
-            flight.received = self._transport.alltoall(message, *exchange.alltoall_bytes, name=name)
+            flight.phases = [self._reduce]
+        if groups is None:
+            flight.pending = self._send(flight)
         else:
-            self._gather(flight, message)
-        self._stats.count(exchange.bytes_sent)
+            flight.phases = [self._compress_mean, *flight.phases, self._share_inside]
+            name = f"{exchange.bucket.name}.reduce_scatter"
+            flight.pending = groups.inside.reduce_scatter(inputs.gradient(), exchange.shard_lengths, name=name)
+        self._stats.count(exchange.bytes_sent + exchange.bytes_sent_inside, inside=exchange.bytes_sent_inside)
         self._flights.append(flight)
 
     def progress(self) -> None:
-        """Starts the second collective of every bucket whose first one is through; does not wait.
+        """Starts the next collective of every bucket whose present one is through; does not wait.
 
         For transports that match collectives by name: ranks get here at different times.
         """
         for flight in self._flights:
-            if flight.gathered is None and flight.received is not None and flight.received.ready():
-                self._reduce(flight)
+            while flight.phases and flight.pending is not None and flight.pending.ready():
+                self._move_on(flight)
 
     def arrivals(self) -> Iterator[tuple[CompressedAllreduce[Array], bool]]:
         """Collective: every bucket's exchange in order, as soon as it is here, with whether it was finite everywhere.
 
         What is decoded between two arrivals costs no time on a slow network; it must not be used before the last one.
         """
+        while any(flight.phases for flight in self._flights):
+            for flight in self._flights:
+                if flight.phases:
+                    self._move_on(flight)
         for flight in self._flights:
-            if flight.received is not None and flight.gathered is None:
-                self._reduce(flight)
-        for flight in self._flights:
-            assert flight.gathered is not None
-            yield flight.exchange, flight.exchange.accept(flight.gathered.wait())
+            assert flight.pending is not None
+            yield flight.exchange, flight.exchange.accept(flight.pending.wait())
 
     def finish(self) -> bool:
         """Collective: waits for every bucket; True when all values were finite on all ranks."""
         finite = [is_finite for _, is_finite in self.arrivals()]
         return all(finite)
 
-    def _reduce(self, flight: _Flight[Array]) -> None:
-        assert flight.received is not None
-        self._gather(flight, flight.exchange.reduce(flight.received.wait()))
+    def _move_on(self, flight: _Flight[Array]) -> None:
+        assert flight.pending is not None
+        phase = flight.phases.pop(0)
+        flight.pending = phase(flight, flight.pending.wait())
 
-    def _gather(self, flight: _Flight[Array], message: Array) -> None:
+    # -- the phases: what is done with a collective's result, and the next one -----------------------------------------
+
+    def _compress_mean(self, flight: _Flight[Array], mean: Array) -> Pending[Array]:
+        flight.inputs = replace(flight.inputs, gradient=lambda: mean)
+        return self._send(flight)
+
+    def _send(self, flight: _Flight[Array]) -> Pending[Array]:
+        exchange, inputs = flight.exchange, flight.inputs
+        gradient = inputs.gradient()
+        message = exchange.compress(gradient, inputs.momentum, inputs.beta1, from_kept=inputs.from_kept)
+        if not exchange.is_two_phase:
+            return self._gather(flight, message)
+        return flight.group.alltoall(message, *exchange.alltoall_bytes, name=f"{exchange.bucket.name}.alltoall")
+
+    def _reduce(self, flight: _Flight[Array], received: Array) -> Pending[Array]:
+        return self._gather(flight, flight.exchange.reduce(received))
+
+    def _gather(self, flight: _Flight[Array], message: Array) -> Pending[Array]:
         exchange = flight.exchange
-        name = f"{exchange.bucket.name}.allgather"
-        flight.gathered = self._transport.allgather(message, exchange.allgather_bytes, name=name)
+        return flight.group.allgather(message, exchange.allgather_bytes, name=f"{exchange.bucket.name}.allgather")
+
+    def _share_inside(self, flight: _Flight[Array], gathered: Array) -> Pending[Array]:
+        assert self._groups is not None
+        exchange = flight.exchange
+        return self._groups.inside.allgather(gathered, exchange.inside_bytes, name=f"{exchange.bucket.name}.inside")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def commit(self, *, keep: bool = False) -> None:
         """Forgets the step's messages, but for results if they are kept: the error feedback stays as it has become."""

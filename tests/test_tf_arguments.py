@@ -53,6 +53,11 @@ def test_one_bit_adam_checks_its_options() -> None:
         onebit.OneBitAdam(scale="max")
 
 
+def test_the_hierarchical_exchange_is_refused_where_it_was_asked_for() -> None:
+    with pytest.raises(ValueError, match="hierarchical=True is not there for TensorFlow"):
+        _alone(Adam(0.1), hierarchical=True)
+
+
 def test_it_is_wrapped_once() -> None:
     optimizer = _alone(Adam())
     with pytest.raises(TypeError, match="distributed already"):

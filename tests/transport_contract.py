@@ -135,6 +135,47 @@ def a_view_into_the_middle_can_be_sent(transport: Any, convert: Convert) -> None
 
 
 @_promise
+def reduce_scatter_gives_each_rank_its_part_of_the_mean(transport: Any, convert: Convert) -> None:
+    rank, size = transport.rank, transport.size
+    for scale in (1, 1000):
+        lengths = [scale * ((i + 1) % 3) for i in range(size)]
+        values = [np.random.default_rng(i).normal(size=sum(lengths)).astype(np.float32) for i in range(size)]
+        found = transport.reduce_scatter(convert(values[rank].copy()), lengths, name=f"reduce_scatter{scale}").wait()
+        total = values[0].copy()
+        for other in values[1:]:
+            total += other  # in rank order: to the bit
+        start = sum(lengths[:rank])
+        _assert_equal(found, (total / np.float32(size))[start : start + lengths[rank]])
+
+
+@_promise
+def every_other_rank_makes_a_group(transport: Any, convert: Convert) -> None:
+    """Groups of even and odd ranks: each keeps the promises that it can, at the same time as the other."""
+    members = list(range(transport.rank % 2, transport.size, 2))
+    for name, same_host in (("apart", False), ("together", True)):
+        group = transport.subgroup(members, name=name, same_host=same_host)
+        assert (group.rank, group.size) == (members.index(transport.rank), len(members))
+        for promise in (
+            alltoall_delivers_each_part,
+            allgather_lays_messages_end_to_end,
+            what_is_given_is_not_written,
+            reduce_scatter_gives_each_rank_its_part_of_the_mean,
+        ):
+            promise(group, convert)
+        for step in range(3):
+            # what is overwritten is not what another rank still reads
+            values = transport.shared_zeros(40)
+            values = convert(np.zeros(40, np.float32)) if values is None else values
+            values[:] = transport.rank + 10.0 * step
+            lengths = [40 // group.size] * group.size
+            lengths[0] += 40 - sum(lengths)
+            mean = group.reduce_scatter(values, lengths, name=f"{name}.steps").wait()
+            expected = np.float32(sum(members) / len(members) + 10.0 * step)
+            _assert_equal(mean, np.full(lengths[group.rank], expected, np.float32))
+            group.allgather(convert(np.zeros(1, np.uint8)), [1] * group.size, name=f"{name}.read").wait()
+
+
+@_promise
 def ready_comes_true_without_a_wait(transport: Any, convert: Convert) -> None:
     rank, size = transport.rank, transport.size
     pending = [

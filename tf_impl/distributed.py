@@ -223,6 +223,11 @@ def _check_optimizer(optimizer: Any, options: CompressionOptions) -> None:
             "the optimizer's update rule. Use one of them."
         )
     _CLASSES[type(optimizer)].rule_type.check(optimizer, options)
+    if options.hierarchical is True:
+        raise ValueError(
+            "hierarchical=True is not there for TensorFlow: its ranks all exchange alike, whatever host they are on; "
+            'leave it at "auto", or use hvd_onebit.torch with PyTorch'
+        )
     if keras.backend.backend() != "tensorflow":
         raise TypeError(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use hvd_onebit.torch with "

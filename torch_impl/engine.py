@@ -13,6 +13,7 @@ from torch import Tensor
 from hvd_onebit import notices
 from hvd_onebit.agreement import Agreement, digest, raise_if_any_failed
 from hvd_onebit.errors import FREEZE_FAILED, OneBitError, too_many_skips
+from hvd_onebit.hosts import HostGroups, Place, hierarchical_place
 from hvd_onebit.layout import Bucket, make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
 from hvd_onebit.rules import bias_correction
@@ -84,7 +85,10 @@ class Engine:
         self._agreement = Agreement(transport, "agreement")
         self._buckets: dict[BucketKey, list[CompressedBucket]] = {}
         self._bucket_of: dict[Tensor, CompressedBucket] = {}
-        self._in_flight: StepExchange[Tensor] = StepExchange(transport, self.stats)
+        self._place: Place | None = None
+        self._groups: HostGroups[Tensor] | None = None
+        self._find_hosts()
+        self._in_flight: StepExchange[Tensor] = StepExchange(transport, self.stats, self._groups)
         self._finite = True
         self._steps_itself = False  # the optimizer's own step is running
         self._static_digest: bytes | None = None
@@ -220,6 +224,8 @@ class Engine:
     def _prepare(self) -> None:
         """What a step needs before anything is sent."""
         self._errors_are_shared = False
+        for bucket in self._all_buckets():
+            bucket.shared_error = None
         if any(p.requires_grad and FROZEN_STEP not in self._states()[p] for p in self.parameters()):
             self.initialise_state()
         # the groups hold the schedule: another rank's broadcast may have replaced it
@@ -227,9 +233,15 @@ class Engine:
         self._tell_once()
         self._build_buckets()
 
+    def _find_hosts(self) -> None:
+        place = hierarchical_place(self.options, self._transport.place)
+        if place != self._place:
+            self._place = place
+            self._groups = None if place is None else HostGroups(self._transport, place)
+
     def _forget_step(self) -> None:
         """Drops what is under way."""
-        self._in_flight = StepExchange(self._transport, self.stats)
+        self._in_flight = StepExchange(self._transport, self.stats, self._groups)
 
     def _full_precision_finite(self) -> bool:
         if not self.options.skip_nonfinite:
@@ -307,11 +319,12 @@ class Engine:
 
     def _new_bucket(self, bucket: Bucket, parameters: Sequence[Tensor], group: Group) -> CompressedBucket:
         workspace = self._workspace_on(parameters[0].device)
-        return CompressedBucket(bucket, parameters, group, self._transport, self.options, workspace)
+        return CompressedBucket(bucket, parameters, group, self._transport, self.options, workspace, self._place)
 
     def _workspace_on(self, device: torch.device) -> Workspace:
         """Memory for a new bucket to work in."""
-        return Workspace(codec_for(device))
+        shares = self._place is not None and device.type == "cpu"
+        return Workspace(codec_for(device), self._transport if shares else None)
 
     @torch.no_grad()
     def expand_momentum(self) -> None:
@@ -392,6 +405,10 @@ class Engine:
             notices.nothing_to_compress("every parameter is kept in full precision by full_precision or min_elements")
         else:
             self._tell_stage()
+            if self._place is not None:
+                notices.hierarchical(self._place.num_hosts, self._place.local_size)
+            elif self.options.hierarchical and self._transport.place.obstacle:
+                notices.not_hierarchical(self._transport.place.obstacle)
 
     def _tell_stage(self) -> None:
         if self.stage == WARM_UP:
@@ -406,6 +423,7 @@ class Engine:
         for i, p in enumerate(self.parameters()):
             fields[f"parameter {i}"] = f"{self.names[p]} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
         fields["world size"] = self._transport.size
+        fields["hosts of the hierarchical exchange"] = None if self._place is None else self._place.num_hosts
         return fields
 
     def _dynamic_fields(self) -> dict[str, Any]:
@@ -433,6 +451,9 @@ class Engine:
     def _finish_agreement(self) -> None:
         if self._transport.size > 1:
             self._agreement.finish(self._fields)
+        if self._groups is not None:
+            # not before: a rank that wants none would not come
+            self._groups.connect()
 
     def _take_checksum(self) -> None:
         self._set_checksums({})
@@ -461,12 +482,17 @@ class Engine:
             "rule": type(self._rule).__name__,
             "rank": self._transport.rank,
             "size": self._transport.size,
+            "shard": self._shard_key(),
             "shared": self._errors_are_shared,
             "errors": {
                 bucket.bucket.name: {
                     "parameters": list(bucket.bucket.parameters),
                     "sizes": list(bucket.bucket.sizes),
-                    "worker_error": bucket.exchange.worker_error,
+                    "worker_error": bucket.exchange.worker_error
+                    if bucket.shared_error is None
+                    else bucket.shared_error,
+                    "worker_start": bucket.exchange.shard[0],
+                    "hosts": None if self._place is None or self._errors_are_shared else self._place.num_hosts,
                     "server_error": bucket.exchange.server_error,
                     "server_start": bucket.exchange.own_chunk.start,
                 }
@@ -474,12 +500,20 @@ class Engine:
             },
         }
 
+    def _shard_key(self) -> list[int] | None:
+        """Which part of every bucket this rank's errors are of; None: of the whole."""
+        place = self._place
+        return None if place is None else [place.local_rank, place.local_size, place.host, place.num_hosts]
+
     @torch.no_grad()
     def synchronize_for_checkpoint(self) -> None:
         """Collective: afterwards any rank's checkpoint alone restores a run of any size, what is owed included."""
         self._prepare()
+        if self._groups is not None:
+            self._groups.connect()
         for bucket in self._all_buckets():
-            share_errors(bucket.exchange, self._transport, bucket.codec)
+            shared = share_errors(bucket.exchange, self._transport, bucket.codec, self._groups)
+            bucket.shared_error = shared if bucket.exchange.is_hierarchical else None
         self._errors_are_shared = True
 
     @torch.no_grad()
@@ -493,6 +527,7 @@ class Engine:
         self._buckets = {}
         self._restorable_errors = {}
         self._restores_shared = self._errors_are_shared = False
+        self._find_hosts()
         self._forget_step()
         for p, saved in zip(self.parameters(), saved_states, strict=True):
             state = self._states()[p]
@@ -527,11 +562,13 @@ class Engine:
         self._buckets = {}
         self._restorable_errors = {}
         self._restores_shared = False
+        self._place = self._groups = None
+        self._find_hosts()
         self._forget_step()
         if extra["shared"]:
             self._take_up(extra, owed_by_parameter(extra["errors"], extra["size"]))
         else:
-            owed = owed_by_parameter(extra["errors"], extra["size"]) if transport.size == 1 else {}
+            owed = owed_by_parameter(extra["errors"], extra["size"], torch.zeros) if transport.size == 1 else {}
             self._take_up(None, {name: part / extra["size"] for name, part in owed.items()})
 
     @torch.no_grad()
@@ -544,9 +581,10 @@ class Engine:
             weight: 0 when this rank has no part in it.
         """
         self._prepare()
-        owed = owed_by_parameter(errors, size) if weight else {}
+        owed = owed_by_parameter(errors, size, torch.zeros) if weight else {}
         for bucket in self._all_buckets():
-            share_owed(bucket.exchange, owed, weight, self._transport, bucket.codec)
+            shared = share_owed(bucket.exchange, owed, weight, self._transport, bucket.codec)
+            bucket.shared_error = shared if bucket.exchange.is_hierarchical else None
         self._errors_are_shared = True
 
     def _take_up(self, extra: Mapping[str, Any] | None, owed: Mapping[str, Tensor]) -> None:
@@ -563,12 +601,14 @@ class Engine:
         if extra and extra["errors"] and self.stage == COMPRESSION:
             here = (self._transport.rank, self._transport.size)
             self._restores_shared = self._errors_are_shared = shared
-            if shared or (extra["rank"], extra["size"]) == here:
-                self._restorable_errors = dict(extra["errors"])
-            else:
+            if not shared and (extra["rank"], extra["size"]) != here:
                 notices.dropped_errors(
                     f"saved by rank {extra['rank']} of {extra['size']}, restored on rank {here[0]} of {here[1]}"
                 )
+            elif not shared and extra.get("shard") != self._shard_key():
+                notices.dropped_errors("saved by a hierarchical exchange over other hosts, or by one that is not")
+            else:
+                self._restorable_errors = dict(extra["errors"])
         elif extra and not settled and any(each["worker_error"] is not None for each in extra["errors"].values()):
             notices.dropped_errors("training goes on uncompressed")
         self._static_digest = None
@@ -611,7 +651,9 @@ class Engine:
                 for name, each in self._restorable_errors.items()
                 if each["worker_error"] is not None
             }
-            missing = take_shared_errors(bucket.exchange, saved_parts)
+            if bucket.exchange.is_hierarchical and bucket.exchange.worker_error is not None:
+                bucket.shared_error = bucket.codec.zeros(bucket.bucket.num_elements)
+            missing = take_shared_errors(bucket.exchange, saved_parts, bucket.shared_error)
             if missing:
                 notices.dropped_errors(f"none of this size were saved for {', '.join(missing[:8])}")
             return
@@ -645,6 +687,8 @@ class CompressionEngine(Engine):
             self._freeze(self._compressible(), 0, together=False)
 
     def _workspace_on(self, device: torch.device) -> Workspace:
+        if self._place is not None:
+            return super()._workspace_on(device)  # the other ranks of the host read it when they get there
         # one for all buckets: each is compressed, and decoded, at once
         if device not in self._workspaces:
             self._workspaces[device] = super()._workspace_on(device)
@@ -652,7 +696,7 @@ class CompressionEngine(Engine):
 
     def gradient_is_ready(self, p: Tensor) -> None:
         """Called by backward for a compressed parameter: a bucket that is now full starts on its way."""
-        if not self.options.overlap:
+        if not self.options.overlap or (self._groups is not None and not self._groups.is_connected):
             return
         if not self._arrived:
             self._build_buckets()
@@ -666,6 +710,9 @@ class CompressionEngine(Engine):
         self._prepare()
         self._start_agreement()
         self._gradients_written = False
+        if self._groups is not None and not self._groups.is_connected:
+            self._finish_agreement()  # in the first step
+            self._start_agreement()
         for bucket in self._all_buckets():
             if bucket not in self._started:
                 self._start(bucket)

@@ -16,6 +16,7 @@ from torch import Tensor
 from hvd_onebit.codec import Codec
 from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.fused import apply_adam, apply_momentum
+from hvd_onebit.hosts import Place
 from hvd_onebit.layout import Bucket
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.rules import (
@@ -63,10 +64,16 @@ State = dict[str, Any]
 
 
 class Workspace:
-    """Two flat arrays on one device that all buckets use in turn, as large as the largest bucket."""
+    """Two flat arrays on one device that all buckets use in turn, as large as the largest bucket.
 
-    def __init__(self, codec: Codec[Tensor]) -> None:
+    Args:
+        codec: makes them.
+        transport: makes the first one, if given and where that makes a difference, in memory that the host's ranks see.
+    """
+
+    def __init__(self, codec: Codec[Tensor], transport: Transport[Tensor] | None = None) -> None:
         self._codec = codec
+        self._transport = transport
         self._num_elements = 0
         self._arrays: list[Tensor | None] = [None, None]
 
@@ -87,7 +94,11 @@ class Workspace:
     def _array(self, index: int) -> Tensor:
         array = self._arrays[index]
         if array is None:
-            array = self._arrays[index] = self._codec.zeros(self._num_elements)
+            if self._transport is not None and index == 0:
+                array = self._transport.shared_zeros(self._num_elements)
+            if array is None:
+                array = self._codec.zeros(self._num_elements)
+            self._arrays[index] = array
         return array
 
 
@@ -97,6 +108,8 @@ class CompressedBucket:
     Attributes:
         momentum: float32, shape (num_elements,): the parameters' momentum, of which their state holds views; None
             while the exchange keeps it as the bits that the last step gave.
+        shared_error: float32, shape (num_elements,): while the ranks' errors are shared, what every rank's checkpoint
+            holds of them, if the exchange is hierarchical and has only a shard; else None.
     """
 
     def __init__(
@@ -107,6 +120,7 @@ class CompressedBucket:
         transport: Transport[Tensor],
         options: CompressionOptions,
         workspace: Workspace,
+        place: Place | None = None,
     ) -> None:
         codec = codec_for(parameters[0].device)
         self.codec = codec
@@ -114,9 +128,10 @@ class CompressedBucket:
         self.parameters = tuple(parameters)
         self.group = group
         self.exchange = CompressedAllreduce(
-            bucket, rank=transport.rank, size=transport.size, codec=codec, options=options
+            bucket, rank=transport.rank, size=transport.size, codec=codec, options=options, place=place
         )
         self.momentum: Tensor | None = codec.zeros(bucket.num_elements)
+        self.shared_error: Tensor | None = None
         self._workspace = workspace
         workspace.reserve(bucket.num_elements)
         if options.dead == "hold":

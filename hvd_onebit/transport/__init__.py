@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Pending", "Transport"]
+from hvd_onebit.hosts import Place
+
+__all__ = ["Group", "Pending", "Transport", "ordered_mean"]
 
 Array = TypeVar("Array", bound=Any)
 Result = TypeVar("Result", covariant=True)
@@ -27,8 +29,8 @@ class Pending(Protocol[Result]):
         ...
 
 
-class Transport(Protocol[Array]):
-    """Collectives among `size` ranks on one framework's flat arrays."""
+class Group(Protocol[Array]):
+    """What an exchange needs of `size` ranks, on one framework's flat arrays."""
 
     @property
     def rank(self) -> int: ...
@@ -50,6 +52,49 @@ class Transport(Protocol[Array]):
         """The mean of `values` over ranks, same dtype and shape."""
         ...
 
+    def reduce_scatter(self, values: Array, lengths: Sequence[int], *, name: str) -> Pending[Array]:
+        """This rank's part of the mean of `values` (float32, flat); `lengths` are the elements of each rank's part.
+
+        The sum is made in rank order: two runs give the same bits.
+        """
+        ...
+
+
+class Transport(Group[Array], Protocol[Array]):
+    """All ranks that train together."""
+
+    @property
+    def place(self) -> Place:
+        """Where this rank runs."""
+        ...
+
+    def subgroup(self, ranks: Sequence[int], *, name: str, same_host: bool = False) -> Group[Array]:
+        """Collective: the group of `ranks`, in ascending order. Every rank names a group that it is a member of.
+
+        Args:
+            ranks: ascending; the groups of one call hold every rank once.
+            name: the same on all ranks; part of the names of the group's collectives.
+            same_host: the ranks of every group are on one host, and may use its memory.
+        """
+        ...
+
+    def shared_zeros(self, num_elements: int) -> Array | None:
+        """Zeros (float32, on the host) that a `reduce_scatter` of ranks of one host reads without a copy.
+
+        None where that makes no difference.
+        """
+        ...
+
     def allgather_bytes(self, data: bytes, *, name: str) -> Pending[list[bytes]]:
         """Every rank's `data`, which may differ in length, in rank order."""
         ...
+
+
+def ordered_mean(parts: Sequence[Array]) -> Array:
+    """The elementwise mean, summed in the order given."""
+    first, *others = parts
+    total: Array = first + 0 if not others else first + others.pop(0)
+    for part in others:
+        total += part
+    total /= len(parts)
+    return total

@@ -1,5 +1,7 @@
 """n workers as threads of one process: for tests, for experiments, and for trying n ranks on one machine.
 
+They may pretend to run on several hosts.
+
 A raising worker wakes all others with an error: nothing hangs.
 """
 
@@ -14,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_onebit.errors import OneBitError
+from hvd_onebit.hosts import Place, place_of
+from hvd_onebit.transport import ordered_mean
 
 __all__ = ["LocalTransport", "run_ranks"]
 
@@ -36,12 +40,23 @@ class _Group:
         self.condition = threading.Condition()
         self.meetings: dict[tuple[str, int], _Meeting] = {}
         self.failure: str | None = None
+        self.subgroups: dict[tuple[str, int, tuple[int, ...]], _Group] = {}
 
     def abort(self, reason: str) -> None:
         with self.condition:
             if self.failure is None:
                 self.failure = reason
             self.condition.notify_all()
+            subgroups = list(self.subgroups.values())
+        for subgroup in subgroups:
+            subgroup.abort(reason)
+
+    def subgroup(self, key: tuple[str, int, tuple[int, ...]]) -> _Group:
+        with self.condition:
+            if key not in self.subgroups:
+                self.subgroups[key] = made = _Group(len(key[2]), self.timeout_seconds)
+                made.failure = self.failure
+            return self.subgroups[key]
 
     def deposit(self, key: tuple[str, int], rank: int, value: Any) -> None:
         with self.condition:
@@ -85,14 +100,27 @@ class _LocalPending:
 class LocalTransport:
     """One worker's end of a group of threads; made by `run_ranks`."""
 
-    def __init__(self, group: _Group, rank: int) -> None:
+    def __init__(self, group: _Group, rank: int, *, ranks_per_host: int | None = None) -> None:
         self._group = group
         self._calls: defaultdict[str, int] = defaultdict(int)
+        self._ranks_per_host = ranks_per_host
         self.rank = rank
 
     @property
     def size(self) -> int:
         return self._group.size
+
+    @property
+    def place(self) -> Place:
+        return place_of(self.rank, [rank // (self._ranks_per_host or self.size) for rank in range(self.size)])
+
+    def subgroup(self, ranks: Sequence[int], *, name: str, same_host: bool = False) -> LocalTransport:
+        self._calls[name] += 1
+        group = self._group.subgroup((name, self._calls[name], tuple(ranks)))
+        return LocalTransport(group, list(ranks).index(self.rank))
+
+    def shared_zeros(self, num_elements: int) -> None:
+        return None
 
     def alltoall(
         self, message: HostArray, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
@@ -126,6 +154,15 @@ class LocalTransport:
 
         return self._start(name, values.copy(), combine)
 
+    def reduce_scatter(self, values: HostArray, lengths: Sequence[int], *, name: str) -> _LocalPending:
+        stop = sum(lengths[: self.rank + 1])
+        own = slice(stop - lengths[self.rank], stop)
+
+        def combine(all_values: list[HostArray]) -> HostArray:
+            return np.asarray(ordered_mean([each[own] for each in all_values]))
+
+        return self._start(name, values.copy(), combine)
+
     def allgather_bytes(self, data: bytes, *, name: str) -> _LocalPending:
         return self._start(name, data, list)
 
@@ -136,8 +173,20 @@ class LocalTransport:
         return _LocalPending(self._group, key, combine)
 
 
-def run_ranks(size: int, work: Callable[[LocalTransport], Result], *, timeout_seconds: float = 60.0) -> list[Result]:
+def run_ranks(
+    size: int,
+    work: Callable[[LocalTransport], Result],
+    *,
+    ranks_per_host: int | None = None,
+    timeout_seconds: float = 60.0,
+) -> list[Result]:
     """Runs `work(transport)` on `size` threads and returns their results in rank order.
+
+    Args:
+        size: number of ranks.
+        work: what each of them does.
+        ranks_per_host: as many consecutive ranks say that they are on one host; None: all of them.
+        timeout_seconds: a collective that not all ranks reach in that time ends the run.
 
     Raises:
         The first rank's own exception, when one raised; ranks that were waiting for it end with OneBitError.
@@ -148,7 +197,7 @@ def run_ranks(size: int, work: Callable[[LocalTransport], Result], *, timeout_se
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(LocalTransport(group, rank))
+            results[rank] = work(LocalTransport(group, rank, ranks_per_host=ranks_per_host))
         except BaseException as error:  # handed to the caller below
             errors.append((rank, error))
             group.abort(f"rank {rank} raised {type(error).__name__}: {error}")

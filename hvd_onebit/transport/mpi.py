@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hvd_onebit.hosts import Place, place_of
+from hvd_onebit.transport import ordered_mean
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -35,14 +38,25 @@ class MPITransport:
     """Non-blocking MPI collectives on a communicator of the caller's, `MPI.COMM_WORLD` by default.
 
     MPI matches collectives by the order of calls, not by name: every rank starts them in the same order.
+
+    Args:
+        comm: the ranks. Collective: all of them make the transport.
+        ranks_per_host: as many consecutive ranks say that they are on one host, for trying that; None: as it is.
     """
 
-    def __init__(self, comm: MPI.Comm | None = None) -> None:
+    def __init__(self, comm: MPI.Comm | None = None, *, ranks_per_host: int | None = None) -> None:
         from mpi4py import MPI
 
         # an own communicator: our collectives never match the caller's
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self._MPI = MPI
+        if ranks_per_host is None:
+            host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+            hosts = self._comm.allgather(host.bcast(self.rank))
+            host.Free()
+        else:
+            hosts = [rank // ranks_per_host for rank in range(self.size)]
+        self.place: Place = place_of(self.rank, hosts)
 
     @property
     def rank(self) -> int:
@@ -51,6 +65,12 @@ class MPITransport:
     @property
     def size(self) -> int:
         return int(self._comm.size)
+
+    def subgroup(self, ranks: Sequence[int], *, name: str, same_host: bool = False) -> MPITransport:
+        return MPITransport(self._comm.Split(color=min(ranks), key=self.rank))
+
+    def shared_zeros(self, num_elements: int) -> None:
+        return None
 
     def alltoall(
         self, message: HostArray, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
@@ -81,6 +101,15 @@ class MPITransport:
 
         return _MPIPending(request, mean, wide, total)
 
+    def reduce_scatter(self, values: HostArray, lengths: Sequence[int], *, name: str) -> _MPIPending:
+        own = lengths[self.rank]
+        received = np.empty(own * self.size, np.float32)
+        request = self._comm.Ialltoallv(
+            [values, list(lengths), _displacements(lengths), self._MPI.FLOAT],
+            [received, [own] * self.size, _displacements([own] * self.size), self._MPI.FLOAT],
+        )
+        return _MPIPending(request, lambda: ordered_mean([*received.reshape(self.size, own)]), values, received)
+
     def allgather_bytes(self, data: bytes, *, name: str) -> _MPIPending:
         lengths = self._comm.allgather(len(data))
         own = np.frombuffer(data, np.uint8)
@@ -94,5 +123,5 @@ class MPITransport:
         return _MPIPending(self._MPI.REQUEST_NULL, split)
 
 
-def _displacements(num_bytes: Sequence[int]) -> list[int]:
-    return [0, *accumulate(num_bytes)][:-1]
+def _displacements(lengths: Sequence[int]) -> list[int]:
+    return [0, *accumulate(lengths)][:-1]

@@ -1,0 +1,163 @@
+"""Memory that the processes of one host show each other: values pass between them with one copy, and no socket.
+
+Every process has an anonymous file of its own (memfd_create), which the others open by the process's number. Nothing
+has a name in the file system, so nothing is left behind, however a process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_onebit import notices
+
+if TYPE_CHECKING:
+    from hvd_onebit.transport import Transport
+
+__all__ = ["SharedMemory", "share_memory"]
+
+Floats = npt.NDArray[np.float32]
+
+_CACHED = 1 << 15  # elements that stay in the cache while they are summed
+_TOKEN_BYTES = 16  # at the start of the file: proves that it is the one that was meant
+
+
+def share_memory(memory: SharedMemory, transport: Transport[Any], ranks: Sequence[int]) -> bool:
+    """Collective: opens the memory of `ranks`, which are on one host, to each other.
+
+    Args:
+        memory: this rank's.
+        transport: among all ranks.
+        ranks: this rank's group; every rank is in one.
+
+    Returns:
+        False on every rank when it cannot be done on one of them.
+    """
+    keys = transport.allgather_bytes(memory.key, name="memory.keys").wait()
+    works = memory.open_peers([keys[rank] for rank in ranks])
+    all_work = transport.allgather_bytes(bytes([works]), name="memory.works").wait()
+    if set(all_work) == {b"\x01"}:
+        return True
+    if transport.rank == 0:
+        notices.no_shared_memory()
+    return False
+
+
+class SharedMemory:
+    """This process's file and, after `open_peers`, those of others."""
+
+    def __init__(self) -> None:
+        self._file = None
+        self._places: dict[tuple[int, int], int] = {}
+        self._free: dict[int, list[tuple[int, mmap.mmap]]] = {}
+        self._copies: dict[tuple[str, int], Floats] = {}
+        self._means: dict[tuple[str, int], Floats] = {}
+        self._peers: list[int] = []
+        self._views: dict[tuple[int, int, int], Floats] = {}
+        self._token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
+        self._num_bytes = mmap.ALLOCATIONGRANULARITY
+        if hasattr(os, "memfd_create"):
+            self._file = open(os.memfd_create("hvd_onebit"), "r+b", buffering=0)  # noqa: SIM115 - as long as this lives
+            self._file.write(self._token)
+
+    @property
+    def is_there(self) -> bool:
+        """False where there are no such files."""
+        return self._file is not None
+
+    @property
+    def key(self) -> bytes:
+        """What other processes need to open this one's file; empty where there are no such files."""
+        if self._file is None:
+            return b""
+        return json.dumps([os.getpid(), self._file.fileno(), self._token.decode()]).encode()
+
+    def open_peers(self, keys: Sequence[bytes]) -> bool:
+        """Opens the files of these processes, this one's own included; False when one cannot be opened from here."""
+        try:
+            for key in keys:
+                pid, number, token = json.loads(key)
+                peer = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY)
+                self._peers.append(peer)
+                if os.pread(peer, _TOKEN_BYTES, 0) != token.encode():
+                    return False  # another process of that number, in another container
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def zeros(self, num_elements: int) -> Floats:
+        """Zeros (float32, shape (num_elements,)) that the peers can read where they lie; freed as any array is."""
+        free = self._free.get(num_elements)
+        at, memory = free.pop() if free else self._allocate(num_elements)
+        array = np.frombuffer(memory, np.float32)
+        array[:] = 0
+        address = array.ctypes.data
+        self._places[address, num_elements] = at
+        weakref.finalize(array, self._take_back, address, num_elements, memory)
+        return array
+
+    def expose(self, name: str, values: Floats) -> int:
+        """Where the peers can read `values` (float32, shape (n,)): where they lie, if `zeros` made them, or in a copy.
+
+        A copy overwrites that of the same name and length that was made before.
+        """
+        at = self._places.get((values.ctypes.data, len(values)))
+        if at is not None:
+            return at
+        key = (name, len(values))
+        if key not in self._copies:
+            self._copies[key] = self.zeros(len(values))
+        copy = self._copies[key]
+        copy[:] = values
+        return self._places[copy.ctypes.data, len(copy)]
+
+    def mean(self, name: str, own: slice, num_elements: int, places: Sequence[int]) -> Floats:
+        """The mean of what all peers have at `places`, elements `own` of each.
+
+        Args:
+            name: the result is overwritten when the next one of that name and length is made.
+            own: the part that is averaged.
+            num_elements: the elements at each place.
+            places: what `expose` returned to each peer, in the order of `open_peers`; the sum is made in that order.
+        """
+        key = (name, own.stop - own.start)
+        if key not in self._means:
+            self._means[key] = np.empty(key[1], np.float32)
+        mean = self._means[key]
+        parts = [self._view(peer, at, num_elements)[own] for peer, at in enumerate(places)]
+        for start in range(0, len(mean), _CACHED):
+            here = slice(start, start + _CACHED)
+            mean[here] = parts[0][here]
+            for part in parts[1:]:
+                mean[here] += part[here]
+            mean[here] /= np.float32(len(parts))
+        return mean
+
+    def _view(self, peer: int, at: int, num_elements: int) -> Floats:
+        key = (peer, at, num_elements)
+        if key not in self._views:
+            memory = mmap.mmap(self._peers[peer], 4 * num_elements, prot=mmap.PROT_READ, offset=at)
+            self._views[key] = np.frombuffer(memory, np.float32)
+        return self._views[key]
+
+    def _allocate(self, num_elements: int) -> tuple[int, mmap.mmap]:
+        assert self._file is not None
+        at = self._num_bytes
+        self._num_bytes += -(-4 * num_elements // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        os.ftruncate(self._file.fileno(), self._num_bytes)
+        return at, mmap.mmap(self._file.fileno(), 4 * num_elements, offset=at)
+
+    def _take_back(self, address: int, num_elements: int, memory: mmap.mmap) -> None:
+        self._free.setdefault(num_elements, []).append((self._places.pop((address, num_elements)), memory))
+
+    def __del__(self) -> None:
+        for peer in self._peers:
+            os.close(peer)
