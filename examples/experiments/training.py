@@ -71,11 +71,14 @@ class Variant:
 
     def make(self, model: nn.Module, plan: Plan, transport: LocalTransport) -> Any:
         """The distributed optimizer over `transport`."""
+        freeze_step = plan.freeze_step if self.compressed else plan.num_steps + 1
+        has_warm_up = not issubclass(self.optimizer, onebit.ZeroOneAdam)
+        own = {"lr": plan.lr * self.lr_factor, **({} if has_warm_up else {"var_freeze_step": freeze_step})}
         return onebit.DistributedOptimizer(
-            self.optimizer(model.parameters(), **{"lr": plan.lr * self.lr_factor, **self.options}),
+            self.optimizer(model.parameters(), **{**own, **self.options}),
             model.named_parameters(),
             transport=transport,
-            freeze_step=plan.freeze_step if self.compressed else plan.num_steps + 1,
+            **({"freeze_step": freeze_step} if has_warm_up else {}),
         )
 
 
