@@ -424,9 +424,9 @@ class SmallRanges(HostCodec):
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all-live", "some-held"])
 @pytest.mark.parametrize("codec", [HostCodec(), SmallRanges()], ids=["one range", "small ranges"])
-@pytest.mark.parametrize("block", [1, 8, 12, 100, 2048, "tensor"])
+@pytest.mark.parametrize("block", [1, 12, 2048, "tensor"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("size", [2, 3])
 def test_a_kept_result_is_the_momentum_of_the_next_step(
     size: int, algorithm: str, block: int | str, codec: HostCodec, masked: bool
 ) -> None:
