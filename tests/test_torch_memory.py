@@ -140,3 +140,26 @@ def test_a_momentum_set_by_hand_is_used() -> None:
     left, right = (on_ranks(2, lambda t, by_hand=by_hand: work(t, by_hand)) for by_hand in (False, True))
     assert not torch.equal(left[0][0], right[0][0])
     assert_replicas_equal(right)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_restored_momentum_is_not_mixed_with_the_bits_of_the_old_one(name: str) -> None:
+    """Back to a checkpoint of the warm-up in the process that is past it; torch looks at the state while it loads."""
+
+    def work(transport: LocalTransport, goes_back: bool) -> list[Any]:
+        params = parameters()
+        optimizer = distribute(OPTIMIZERS[name](params, freeze_step=4), transport)
+        train(optimizer, params, range(2), transport.rank)
+        if goes_back:
+            saved, at = copy.deepcopy(optimizer.state_dict()), snapshot(params)
+            train(optimizer, params, range(2, 7), transport.rank)
+            optimizer.load_state_dict(saved)
+            with torch.no_grad():
+                for p, value in zip(params, at, strict=True):
+                    p.copy_(value)
+        train(optimizer, params, range(10, 17), transport.rank)
+        return snapshot(params)
+
+    straight, back = (on_ranks(2, lambda t, goes_back=goes_back: work(t, goes_back)) for goes_back in (False, True))
+    for mine, theirs in zip(back, straight, strict=True):
+        assert_bit_equal(mine, theirs)

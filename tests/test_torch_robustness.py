@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from test_torch_family import FAMILY, FREEZE, gradients, parameters, step_once, wrap
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hvd_onebit.torch as onebit
 from hvd_onebit.transport.local import LocalTransport, run_ranks
@@ -177,6 +178,31 @@ def test_step_hooks_run_once() -> None:
         return seen
 
     assert run_ranks(2, work)[0] == ["before", "after"] * 3
+
+
+def test_hooks_of_all_optimizers_run_once_and_find_the_momentum() -> None:
+    seen: list[str] = []
+    mine: list[Any] = []
+
+    def look(optimizer: Any, *_: Any) -> None:
+        if mine and optimizer is mine[0]:
+            assert all("exp_avg" in state for state in optimizer.state.values())
+            seen.append("after")
+
+    def work(transport: LocalTransport) -> None:
+        ps = parameters()
+        optimizer = wrap(torch.optim.AdamW(ps), transport, freeze_step=2)
+        if transport.rank == 0:
+            mine.append(optimizer)
+        for step in range(4):
+            step_once(optimizer, ps, step, transport.rank)
+
+    handle = register_optimizer_step_post_hook(look)
+    try:
+        run_ranks(2, work)
+    finally:
+        handle.remove()
+    assert seen == ["after"] * 4
 
 
 def test_steps_that_the_user_gives_up_are_no_fault_of_the_gradients() -> None:

@@ -8,7 +8,7 @@ optimizer class. We do the same and replace `_allreduce_grad_async`, where every
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -352,7 +352,14 @@ class _OneBitMethods:
 
     @state.setter
     def state(self, state: Any) -> None:
+        self._leave_bits()
         self.__dict__["state"] = state
+
+    def _leave_bits(self) -> None:
+        """Before the state is replaced: what is kept as bits belongs to the old one, and must not get into the new."""
+        engine = self.__dict__.get("_onebit")
+        if engine is not None:
+            engine.expand_momentum()
 
     def _inherited(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._onebit_inherited[name](self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -480,16 +487,11 @@ class _OneBitMethods:
         return loss
 
     def _plain_step(self) -> None:
-        """The optimizer's own step, without the user's step hooks: they run around ours."""
-        hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        kept = {name: getattr(self, name) for name in hooks}
-        for name in hooks:
-            setattr(self, name, OrderedDict())
-        try:
-            super(self.__class__, self).step()  # type: ignore[misc]
-        finally:
-            for name, hook in kept.items():
-                setattr(self, name, hook)
+        """The optimizer's own step, without any hook, the optimizer's or torch's global ones: they run around ours."""
+        step = super(self.__class__, self).step.__func__  # type: ignore[misc]
+        if getattr(step, "hooked", False):  # torch's word for a step that it has put hooks around
+            step = step.__wrapped__
+        step(self)
 
     def _check_scaling(self) -> None:
         if self._settings.grad_scaler is not None and self._settings.grad_scaler.is_enabled():
@@ -555,6 +557,7 @@ class _OneBitMethods:
         rule = _RULES[self._onebit_base][1](self._settings.options)  # type: ignore[attr-defined]
         saved = _check_checkpoint(state_dict, self, rule)  # type: ignore[arg-type]
         own_groups = self.param_groups  # type: ignore[attr-defined]
+        self._leave_bits()
         super(self.__class__, self).load_state_dict(state_dict)  # type: ignore[misc]
         for group, own in zip(self.param_groups, own_groups, strict=True):  # type: ignore[attr-defined]
             for key, value in own.items():
