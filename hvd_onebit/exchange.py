@@ -345,6 +345,10 @@ class CompressedAllreduce(Generic[Array]):
     def _forget_step(self) -> None:
         self._sent = self._received = self._reply = self._gathered = None
 
+    def copy_of(self, array: Array) -> Array:
+        """The same values in memory of their own."""
+        return self._codec.concatenate([array])
+
     def checksum_bytes(self) -> bytes:
         """The gathered bytes, equal on all ranks."""
         assert self._gathered is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic
 
 from hvd_onebit.codec import Array
@@ -156,6 +157,13 @@ class StepExchange(Generic[Array]):
             flight.exchange.commit(keep=keep)
         self._flights.clear()
 
+    def keep_inputs(self) -> None:
+        """Copies what was compressed, which a rollback needs: the gradients are about to be overwritten."""
+        for flight in self._flights:
+            if flight.exchange.worker_error is not None:
+                given = flight.exchange.copy_of(flight.inputs.gradient())
+                flight.inputs = replace(flight.inputs, gradient=partial(_same, given))
+
     def rollback(self) -> None:
         """Puts all error feedback back to what it was before the step, to rounding."""
         for flight in self._flights:
@@ -163,3 +171,7 @@ class StepExchange(Generic[Array]):
             gradient = inputs.gradient()
             flight.exchange.rollback(gradient, inputs.momentum, inputs.beta1, from_kept=inputs.from_kept)
         self._flights.clear()
+
+
+def _same(array: Array) -> Array:
+    return array

@@ -222,6 +222,70 @@ def test_steps_that_the_user_gives_up_are_no_fault_of_the_gradients() -> None:
     assert run_ranks(2, work) == [(2, 0), (2, 0)]
 
 
+def _set(ps: list[torch.nn.Parameter], step: int, rank: int) -> None:
+    for p, gradient in zip(ps, gradients(step, rank), strict=True):
+        p.grad = gradient.clone()
+
+
+def _errors(optimizer: Any) -> list[torch.Tensor]:
+    exchanges = [bucket.exchange for bucket in optimizer._onebit._all_buckets()]
+    return [e.clone() for each in exchanges for e in (each.worker_error, each.server_error) if e is not None]
+
+
+@pytest.mark.parametrize("exchange", ["one_shot", "two_phase"])
+@pytest.mark.parametrize("name", [name for name in FAMILY if name != "zero one adam"])
+def test_a_step_that_is_given_up_leaves_the_error_feedback_as_it_was(name: str, exchange: str) -> None:
+    def work(transport: LocalTransport) -> None:
+        ps = parameters()
+        optimizer = wrap(FAMILY[name](ps), transport, exchange=exchange)
+        for step in range(FREEZE + 9):
+            _set(ps, step, transport.rank)
+            if step > FREEZE and step % 2:
+                before = _errors(optimizer)
+                optimizer.synchronize()
+                assert not all(map(torch.equal, _errors(optimizer), before))
+                optimizer.zero_grad()
+                for now, then in zip(_errors(optimizer), before, strict=True):
+                    # to the rounding of what was compressed
+                    torch.testing.assert_close(now, then, rtol=1e-5, atol=1e-6 * float(then.abs().max()) + 1e-6)
+            else:
+                optimizer.step()
+
+    run_ranks(3, work)
+
+
+@pytest.mark.parametrize("exchange", ["one_shot", "two_phase"])
+def test_nothing_is_lost_by_steps_that_are_given_up(exchange: str) -> None:
+    """What was applied and what is owed add up to what the applied steps were given."""
+
+    def work(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
+        p = torch.nn.Parameter(torch.ones(301))
+        optimizer = wrap(torch.optim.Adam([p], lr=1e-3), transport, freeze_step=1, exchange=exchange)
+        generator = torch.Generator().manual_seed(transport.rank)
+        applied, given = torch.zeros(301, dtype=torch.float64), torch.zeros(301, dtype=torch.float64)
+        for step in range(90):
+            own = torch.randn(301, generator=generator)
+            p.grad = own.clone()
+            momentum = optimizer.state[p]["exp_avg"].double()
+            if step % 3:
+                optimizer.synchronize()
+            if step % 3 == 1:
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            if step:
+                given += 0.9 * momentum + 0.1 * own.double()
+                applied += optimizer.state[p]["exp_avg"].double()
+        return (applied, given, *_errors(optimizer))
+
+    results = run_ranks(2, work)
+    owed = torch.stack([each[2].double() for each in results]).mean(0)
+    if exchange == "two_phase":
+        owed += torch.cat([each[3] for each in results]).double()
+    given = torch.stack([each[1] for each in results]).mean(0)
+    torch.testing.assert_close(results[0][0] + owed, given, rtol=0.0, atol=1e-4)
+
+
 def test_an_average_that_overflows_skips_the_step() -> None:
     def work(transport: LocalTransport) -> torch.Tensor:
         p = torch.nn.Parameter(torch.ones(9))

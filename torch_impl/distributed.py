@@ -377,6 +377,8 @@ class _OneBitMethods:
 
     def _allreduce_grad_async(self, p: Tensor) -> Any:
         self._make_dense(p)
+        if self._synchronized:
+            self._abandon_step()  # before this backward's first bucket is compressed on top of it
         if self._onebit is not None and self._onebit.is_compressed(p):
             self._onebit.gradient_is_ready(p)
             return self._onebit.finish, None  # a handle for Horovod's check of repeated backward passes; never called
@@ -553,7 +555,13 @@ class _OneBitMethods:
 
         Raises:
             ValueError: the checkpoint does not fit or is damaged; the optimizer is as it was.
+            OneBitError: gradients are under way; the optimizer is as it was.
         """
+        if any(handle is not None for handle, _ in getattr(self, "_handles", {}).values()):
+            raise OneBitError(
+                "load_state_dict() was called after backward() but before step() or synchronize(): gradients are under "
+                "way. Call synchronize() before it, on every rank"
+            )
         rule = _RULES[self._onebit_base][1](self._settings.options)  # type: ignore[attr-defined]
         saved = _check_checkpoint(state_dict, self, rule)  # type: ignore[arg-type]
         own_groups = self.param_groups  # type: ignore[attr-defined]

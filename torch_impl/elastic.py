@@ -97,6 +97,7 @@ class OptimizerStateHandler(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
+        self.value._forget_handles()  # what was under way when a rank died never arrives
         errors = self._saved["onebit"]
         transport = self.value._transport
         if errors["shared"] or (errors["rank"], errors["size"]) == (transport.rank, transport.size):

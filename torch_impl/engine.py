@@ -210,9 +210,12 @@ class Engine:
         """
         raise NotImplementedError
 
+    @torch.no_grad()
     def abandon(self) -> None:
-        """Gives up a step between `finish` and `apply`: parameters, momentum and step count stay as they are."""
+        """Gives up a step between `finish` and `apply`: all stays as it was before it, error feedback included."""
         was_finite, in_a_row = self._finite, self.stats.skipped_in_a_row
+        if was_finite:
+            self._in_flight.rollback()
         self._finite = False
         self._forget_step()
         if was_finite:  # the user's choice, not a fault of the gradients
@@ -751,6 +754,8 @@ class CompressionEngine(Engine):
 
     @torch.no_grad()
     def write_gradients(self) -> None:
+        if self._finite:
+            self._in_flight.keep_inputs()
         self._write_gradients()
         self._samples = self._gradient_samples()
 

@@ -464,6 +464,60 @@ def zero_grad_too_early() -> None:
 
 
 @check
+def steps_that_are_given_up() -> None:
+    """Another backward() and synchronize() take the place of one that was not used; nothing collides or is lost."""
+    for overlap in (True, False):
+        params, twins = parameters(), parameters()
+        optimizer, twin = (
+            distribute(Adam(each, lr=0.01), freeze_step=2, exchange="two_phase", bucket_elements=60, overlap=overlap)
+            for each in (params, twins)
+        )
+        for step in range(8):
+            for each, own in ((optimizer, params), (twin, twins)):
+                each.zero_grad()
+                backward(own, step)
+                if each is optimizer and step > 2:
+                    errors = [bucket.exchange.worker_error.clone() for bucket in each._onebit._all_buckets()]
+                    each.synchronize()
+                    for p in own:
+                        p.grad = None
+                    backward(own, step)
+                    for bucket, before in zip(each._onebit._all_buckets(), errors, strict=True):
+                        if not overlap:
+                            torch.testing.assert_close(bucket.exchange.worker_error, before, rtol=1e-5, atol=1e-5)
+                each.step()
+            if step <= 2:
+                assert_bit_equal(params, twins, f"step {step}")
+            else:
+                assert_replicas(params, f"step {step}")
+        assert optimizer.stats.step == twin.stats.step == 8
+        for mine, theirs in zip(params, twins, strict=True):
+            # signs of what is next to zero may turn by a rounding
+            assert float((mine - theirs).detach().abs().mean()) < 2e-3
+
+
+@check
+def load_state_dict_too_early() -> None:
+    for steps in (1, 4):
+        params = parameters()
+        optimizer = distribute(Adam(params, lr=0.01), freeze_step=2)
+        train(optimizer, params, range(steps))
+        saved = optimizer.state_dict()
+        backward(params, steps)
+        with pytest.raises(OneBitError, match=r"load_state_dict\(\) was called after backward\(\)"):
+            optimizer.load_state_dict(saved)
+        optimizer.synchronize()
+        optimizer.load_state_dict(saved)
+        train(optimizer, params, range(steps, steps + 3))
+        assert optimizer.stats.step == steps + 3
+        assert_replicas(params)
+        # Elastic goes back to the last commit after a collective that failed
+        handler = onebit.elastic.OptimizerStateHandler(optimizer, f"early.{steps}")
+        backward(params, steps + 3)
+        handler.restore()
+
+
+@check
 def closure() -> None:
     params = parameters()
     optimizer = distribute(Adam(params, lr=0.01), freeze_step=2)
