@@ -106,6 +106,14 @@ def _populate_bench(parser: argparse.ArgumentParser) -> None:
     importlib.import_module("hvd_onebit.bench").add_arguments(parser)
 
 
+def _plan(args: argparse.Namespace) -> int:
+    return int(importlib.import_module("hvd_onebit._plan_command").main(args))
+
+
+def _populate_plan(parser: argparse.ArgumentParser) -> None:
+    importlib.import_module("hvd_onebit._plan_command").add_arguments(parser)
+
+
 def _parser() -> _Parser:
     parser = _Parser(prog="hvd-onebit", description="1-bit and 0/1 compressed optimizers for Horovod.")
     parser.add_argument("--version", action="version", version=f"hvd-onebit {hvd_onebit.__version__}")
@@ -130,6 +138,11 @@ def _parser() -> _Parser:
     command = commands.add_parser("bench", help=text, description=text.capitalize() + ".")
     command.populate = _populate_bench
     command.set_defaults(run=_bench)
+
+    text = "estimate what compression saves, or costs, on a cluster"
+    command = commands.add_parser("plan", help=text, description=text.capitalize() + ".")
+    command.populate = _populate_plan
+    command.set_defaults(run=_plan)
     return parser
 
 

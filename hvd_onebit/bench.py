@@ -233,15 +233,26 @@ def _tasks(chosen: kernels.Kernels, num_elements: int, block: int) -> dict[str, 
     }
 
 
+def kernel_seconds(num_elements: int, *, repeats: int = 7, threads: int = 1) -> dict[str, float]:
+    """Seconds of each of the fastest kernels on `num_elements` float32, by name: the least of `repeats` rounds."""
+    tasks = _tasks(_fastest(), num_elements, wire.DEFAULT_BLOCK)
+    rounds = _interleaved({name: partial(task.run, threads) for name, task in tasks.items()}, repeats)
+    return {name: min(seconds) for name, seconds in rounds.items()}
+
+
 def _interleaved_medians(tasks: Mapping[_Name, Callable[[], object]], repeats: int) -> dict[_Name, float]:
-    """Median seconds of each task over `repeats` rounds through all of them, after one round that doesn't count."""
+    return {name: statistics.median(seconds) for name, seconds in _interleaved(tasks, repeats).items()}
+
+
+def _interleaved(tasks: Mapping[_Name, Callable[[], object]], repeats: int) -> dict[_Name, list[float]]:
+    """Seconds of each task in `repeats` rounds through all of them, after one round that doesn't count."""
     seconds: dict[_Name, list[float]] = {name: [] for name in tasks}
     for _ in range(repeats + 1):
         for name, task in tasks.items():
             begin = time.perf_counter()
             task()
             seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(rounds[1:]) for name, rounds in seconds.items()}
+    return {name: rounds[1:] for name, rounds in seconds.items()}
 
 
 def _main_kernels(args: argparse.Namespace) -> int:
@@ -277,7 +288,7 @@ def _print_kernels(report: KernelsReport) -> None:
         )
         for name, each in named
     ]
-    _print_table(("kernel", "threads", "seconds", "GB/s", "of triad", "x 1 thread"), rows)
+    print_table(("kernel", "threads", "seconds", "GB/s", "of triad", "x 1 thread"), rows)
 
 
 def _main_device_kernels(args: argparse.Namespace) -> int:
@@ -305,10 +316,10 @@ def _print_device_kernels(report: DeviceReport) -> None:
         (each.name, f"{each.seconds:.6f}", f"{1e-9 * each.num_bytes / each.seconds:.1f}", f"{each.share_of_copy:.2f}")
         for each in report.times
     ]
-    _print_table(("kernel", "seconds", "GB/s", "share of copy"), rows)
+    print_table(("kernel", "seconds", "GB/s", "share of copy"), rows)
 
 
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print names in the first column and numbers in the others, with rich on a terminal if it's there."""
     if sys.stdout.isatty():
         try:

@@ -1,0 +1,132 @@
+"""The command `hvd-onebit plan`: what the cost model says about a cluster, with this machine's kernels."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from hvd_onebit import planner
+from hvd_onebit.bench import kernel_seconds, print_table
+from hvd_onebit.netlab import Rate, parse_rate
+from hvd_onebit.threads import num_threads
+
+__all__ = ["add_arguments", "main"]
+
+_MEASURED_ELEMENTS = 4 * 2**20  # larger than a cache, and timed in a second
+_SERVED_RANKS = 8  # of the benchmark's reduce
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `hvd-onebit plan`."""
+    whole = _number(int, "a whole number of at least 1", lambda value: value >= 1)
+    parser.add_argument("--num-elements", type=whole, required=True, metavar="N", help="parameters of the model")
+    parser.add_argument("--hosts", type=whole, default=2, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--ranks-per-host", type=whole, default=1, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--rate", type=_rate, default="1gbit", help="of a host's link (default: %(default)s)")
+    seconds = _number(float, "a number of at least 0", lambda value: value >= 0)
+    parser.add_argument(
+        "--latency-us", type=seconds, default=50.0, metavar="US", help="of a message, in microseconds (default: 50)"
+    )
+    parser.add_argument(
+        "--compute-seconds", type=seconds, metavar="S", help="of a step without communication, to predict the whole"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures the kernels, and prints the estimates and the verdict."""
+    try:
+        if args.rate.bits_per_second is None:
+            raise ValueError("the model needs a rate; for what this machine's memory does: hvd-onebit bench network")
+        cluster = planner.Cluster(
+            args.hosts, args.ranks_per_host, args.rate.bits_per_second, latency_seconds=1e-6 * args.latency_us
+        )
+        threads = num_threads()
+        plan = planner.make_plan(cluster, args.num_elements, _measure(threads))
+    except ValueError as error:
+        print(f"hvd-onebit plan: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        found = {**asdict(plan), "best": plan.best.method, "saved_seconds": plan.saved_seconds, "pays": plan.pays}
+        print(json.dumps(found, indent=2))
+        return 0
+    ranks = f"{args.ranks_per_host} rank{'s' if args.ranks_per_host > 1 else ''} each"
+    print(
+        f"{args.num_elements:,} parameters, {args.hosts} hosts with {ranks}, {args.rate.name}, {args.latency_us:g} us; "
+        f"kernels as fast as on this machine, {threads} thread{'s' if threads > 1 else ''} a rank"
+    )
+    rows = [
+        (each.method, *(f"{value:,.1f}" for value in (each.link_bytes / 1e6, *_milliseconds(each))))
+        for each in (plan.float32, *plan.compressed)
+    ]
+    print_table(("a step", "MB a host sends", "wire, ms", "kernels, ms", "together, ms"), rows)
+    print(_verdict(plan))
+    if args.compute_seconds is not None:
+        print(_prediction(plan, args.compute_seconds))
+    print("A model, not a measurement: hvd-onebit bench network measures on this machine.")
+    return 0
+
+
+def _measure(threads: int) -> planner.KernelSpeeds:
+    seconds = kernel_seconds(_MEASURED_ELEMENTS, threads=threads)
+    per_element = {name: each / _MEASURED_ELEMENTS for name, each in seconds.items()}
+    compress = per_element["compress"]
+    served = per_element[f"reduce, {_SERVED_RANKS} ranks"] - compress
+    return planner.KernelSpeeds(
+        compress=per_element["compress, momentum"],
+        decode=per_element["average, 2 ranks"] / 2,
+        reduce=max(served, 0.0) / _SERVED_RANKS,
+    )
+
+
+def _milliseconds(estimate: planner.Estimate) -> tuple[float, float, float]:
+    return 1e3 * estimate.wire_seconds, 1e3 * estimate.kernel_seconds, 1e3 * estimate.seconds
+
+
+def _verdict(plan: planner.Plan) -> str:
+    method, milliseconds = plan.best.method, 1e3 * abs(plan.saved_seconds)
+    if not plan.pays:
+        length = f"{1 / plan.speed_up:.1f} times as long as" if plan.speed_up < 1 else "about as long as"
+        more = -1e3 * plan.saved_seconds
+        return f"Compression does not pay here: {method} takes {length} float32 ({more:+,.1f} ms a step)."
+    return (
+        f"Compression pays: {method} is {plan.speed_up:.1f} times as fast as float32 and saves {milliseconds:,.1f} ms "
+        "a step, as far as computation does not hide them."
+    )
+
+
+def _prediction(plan: planner.Plan, compute_seconds: float) -> str:
+    float32, best = plan.float32, plan.best
+    in_turn = (compute_seconds + float32.seconds) / (compute_seconds + best.seconds)
+    overlapped = max(compute_seconds, float32.wire_seconds) / max(
+        compute_seconds + best.kernel_seconds, best.wire_seconds
+    )
+    return (
+        f"With {compute_seconds:g} s of computation a step is {in_turn:.2f} times as fast if nothing overlaps, "
+        f"{overlapped:.2f} times if the network works while the processor does."
+    )
+
+
+def _number(kind: Callable[[str], Any], expected: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(re.sub("_", "", text))
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return parse
+
+
+def _rate(text: str) -> Rate:
+    try:
+        return parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
