@@ -12,6 +12,7 @@ __all__ = [
     "dropped_errors",
     "dropped_local_steps",
     "errors_lost_with_ranks",
+    "errors_of_other_ranks",
     "frozen",
     "hierarchical",
     "local_steps",
@@ -124,6 +125,11 @@ def dropped_local_steps(reason: str) -> None:
         "was dropped, training goes on",
         reason,
     )
+
+
+def errors_of_other_ranks(before: int, now: int) -> None:
+    """Said when errors that all ranks had shared go on with another number of ranks."""
+    log.info("compression errors of %d ranks were taken up by %d: nothing that is owed is lost", before, now)
 
 
 def errors_lost_with_ranks(lost: int, size: int) -> None:

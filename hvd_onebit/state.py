@@ -8,21 +8,29 @@ rank can save and any number of ranks can restore.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvd_onebit.codec import Array, Codec
 from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.hosts import HostGroups
-from hvd_onebit.transport import Group, Transport
+from hvd_onebit.transport import Pending
 
-__all__ = ["owed_by_parameter", "share_errors", "share_owed", "take_shared_errors"]
+__all__ = ["Collectives", "owed_by_parameter", "share_errors", "share_owed", "take_shared_errors"]
+
+
+class Collectives(Protocol[Array]):
+    """What it takes of the ranks to share errors; any `Group` will do."""
+
+    def allgather(self, message: Array, receive_bytes: Sequence[int], *, name: str) -> Pending[Array]: ...
+
+    def allreduce(self, values: Array, *, name: str) -> Pending[Array]: ...
 
 
 def share_errors(
     exchange: CompressedAllreduce[Array],
-    transport: Transport[Array],
+    transport: Collectives[Array],
     codec: Codec[Array],
     groups: HostGroups[Array] | None = None,
 ) -> Array | None:
@@ -43,7 +51,7 @@ def share_errors(
     if exchange.worker_error is None:
         return None
     name = exchange.bucket.name
-    group: Group[Array] = transport
+    group: Collectives[Array] = transport
     if exchange.is_hierarchical:
         assert groups is not None
         group = groups.across
@@ -141,7 +149,7 @@ def share_owed(
     exchange: CompressedAllreduce[Array],
     owed: Mapping[str, Any],
     weight: float,
-    transport: Transport[Array],
+    transport: Collectives[Array],
     codec: Codec[Array],
 ) -> Array | None:
     """Makes every rank's worker error the mean over ranks of `weight * owed`; server errors become zero.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -104,6 +105,8 @@ class ExchangedBucket(Protocol):
     members: tuple[int, ...]
     bytes_sent: int
     checksum: int
+    server_start: int
+    """The element of the bucket at which this rank's server error starts."""
 
     def exchange(self, inputs: Inputs) -> Sent: ...
 
@@ -125,6 +128,10 @@ class ExchangedBucket(Protocol):
     def rollback(self, sent: Sent) -> None: ...
 
     def errors(self) -> dict[str, Floats | None]: ...
+
+    def errors_on_host(self) -> AbstractContextManager[CompressedAllreduce[Any]]:
+        """An exchange that holds this bucket's errors: arrays, to be written until the block ends."""
+        ...
 
     def restore_errors(self, saved: dict[str, Floats | None]) -> bool:
         """False when something saved doesn't fit this bucket."""
@@ -156,6 +163,7 @@ class HostBucket:
             bucket, rank=transport.rank, size=transport.size, codec=HostCodec(codec.num_threads), options=options
         )
         self.bytes_sent = self._exchange.bytes_sent
+        self.server_start = self._exchange.own_chunk.start
         self._memory = _Memory(bucket.num_elements)
         self._gradient: Floats | None = None
         self._momentum: Floats | None = None
@@ -356,6 +364,11 @@ class HostBucket:
         """This rank's compression errors."""
         return {"worker_error": self._exchange.worker_error, "server_error": self._exchange.server_error}
 
+    @contextmanager
+    def errors_on_host(self) -> Iterator[CompressedAllreduce[Any]]:
+        """An exchange that holds this bucket's errors: arrays, to be written until the block ends."""
+        yield self._exchange
+
     def restore_errors(self, saved: dict[str, Floats | None]) -> bool:
         """Takes up `saved`, as far as it fits."""
         fits = True
@@ -402,6 +415,7 @@ class DeviceBucket:
             options=replace(options, error_feedback=False),
         )
         self.bytes_sent = self._layout.bytes_sent
+        self.server_start = self._layout.own_chunk.start
         self._is_two_phase = self._layout.is_two_phase
         self._chunks = cut_chunks(bucket, transport.size if self._is_two_phase else 1, options.block)
         self._worker_error: tf.Variable | None = None
@@ -559,6 +573,18 @@ class DeviceBucket:
             "worker_error": None if self._worker_error is None else self._worker_error.numpy(),
             "server_error": None if self._server_error is None else self._server_error.numpy(),
         }
+
+    @contextmanager
+    def errors_on_host(self) -> Iterator[CompressedAllreduce[Any]]:
+        """An exchange that holds this bucket's errors: arrays, to be written until the block ends."""
+        exchange = self._layout
+        errors = {name: None if error is None else error.copy() for name, error in self.errors().items()}
+        exchange.worker_error, exchange.server_error = errors["worker_error"], errors["server_error"]
+        try:
+            yield exchange
+            self.restore_errors({"worker_error": exchange.worker_error, "server_error": exchange.server_error})
+        finally:
+            exchange.worker_error = exchange.server_error = None
 
     def restore_errors(self, saved: dict[str, Floats | None]) -> bool:
         """Takes up `saved`, as far as it fits."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,27 @@ class _Settings:
     gradient_predivide_factor: float = 1.0
     num_groups: int = 0
     process_set: Any = None
+
+    def make_transport(self, make_prefix: Callable[[], str]) -> tuple[TensorTransport, float]:
+        """Among the ranks as they are now, and by what gradients are multiplied there."""
+        if self.transport is not None:
+            return HostTransport(self.transport), 1.0
+        import horovod.tensorflow as hvd
+
+        transport = HorovodTransport(
+            self.process_set,
+            make_prefix,
+            compression=self.compression,
+            op=self.op,
+            predivide=self.gradient_predivide_factor,
+            num_groups=self.num_groups,
+        )
+        return transport, float(transport.size) if self.op == hvd.Sum else 1.0
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes an element takes in a full-precision allreduce, at most."""
+        return 2 if self.transport is None and self.compression == _compressions()["fp16"] else 8
 
     def as_config(self) -> dict[str, Any]:
         """The same as plain JSON values."""
@@ -356,25 +377,9 @@ class _Distributed(_Base):
         _refuse_strategy()
         super().build(variables)
         settings: _Settings = self._settings.value
-        transport: TensorTransport
-        gradient_scale, wire_bytes = 1.0, 8
-        if settings.transport is not None:
-            transport = HostTransport(settings.transport)
-        else:
-            import horovod.tensorflow as hvd
-
-            if not settings.process_set.included():
-                return
-            transport = HorovodTransport(
-                settings.process_set,
-                lambda: _next_name(settings.process_set),
-                compression=settings.compression,
-                op=settings.op,
-                predivide=settings.gradient_predivide_factor,
-                num_groups=settings.num_groups,
-            )
-            gradient_scale = float(transport.size) if settings.op == hvd.Sum else 1.0
-            wire_bytes = 2 if settings.compression == hvd.Compression.fp16 else 8
+        if settings.transport is None and not settings.process_set.included():
+            return
+        transport, gradient_scale = settings.make_transport(lambda: _next_name(settings.process_set))
         self._engine = _Untracked(
             self.engine_type(
                 self,
@@ -384,9 +389,21 @@ class _Distributed(_Base):
                 transport,
                 self.stats,
                 gradient_scale=gradient_scale,
-                wire_bytes=wire_bytes,
+                wire_bytes=settings.wire_bytes,
             )
         )
+
+    def enter_world(self, prefix: str, old: dict[str, Any] | None = None) -> None:
+        """After Horovod was initialised anew: takes up its ranks. Not collective.
+
+        Args:
+            prefix: of the names of all its collectives, the same on every rank whatever it did before.
+            old: as for `CompressionEngine.moved_to`.
+        """
+        transport, gradient_scale = self._settings.value.make_transport(lambda: prefix)
+        engine: CompressionEngine = self._engine.value
+        self._engine = _Untracked(engine.moved_to(transport, gradient_scale=gradient_scale, old=old))
+        self._steps = _Untracked(None)
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -518,6 +535,21 @@ class _Distributed(_Base):
         for mine, theirs in zip(self.variables, optimizer.variables, strict=False):
             mine.assign(theirs)
 
+    def synchronize_for_checkpoint(self) -> None:
+        """Collective: afterwards any rank's checkpoint alone restores a run on any number of ranks.
+
+        Every rank gets the mean of the ranks' compression errors, so that nothing that is still owed is lost. Call it
+        in eager code, for instance in a callback's on_epoch_end.
+
+        Raises:
+            OneBitError: ranks disagree, the same on every rank.
+        """
+        if not tf.executing_eagerly():
+            raise OneBitError("synchronize_for_checkpoint() was called inside a tf.function: call it in eager code")
+        engine: CompressionEngine | None = self._engine.value
+        if engine is not None:
+            engine.synchronize_for_checkpoint()
+
     def own_variables(self) -> list[Any]:
         """The variables that the plain optimizer does not have."""
         return [] if self._engine.value is None else self._engine.value.own_variables
@@ -529,9 +561,7 @@ class _Distributed(_Base):
     def save_own_variables(self, store: Any) -> None:
         """Keras's, with this rank's compression errors. Not collective."""
         super().save_own_variables(store)
-        if self._engine.value is not None:
-            for name, array in self._engine.value.state().items():
-                store[_STORE_PREFIX + name] = array
+        _save_errors(self._engine.value, store)
 
     def load_own_variables(self, store: Any) -> None:
         """Restores a checkpoint of this optimizer or of the plain one. Not collective; do it on every rank.
@@ -539,25 +569,7 @@ class _Distributed(_Base):
         Raises:
             ValueError: the checkpoint does not fit or is damaged; the optimizer is as it was.
         """
-        # not every store iterates over its names
-        saved = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118
-        plain = {name: array for name, array in saved.items() if not name.startswith(_STORE_PREFIX)}
-        errors = {name.removeprefix(_STORE_PREFIX): array for name, array in saved.items() if name not in plain}
-        engine: CompressionEngine | None = self._engine.value
-        variables = self.variables
-        own = self.own_variables()
-        theirs = [v for v in variables if not any(v is mine for mine in own)]
-        if len(plain) == len(theirs) and own and not errors:
-            wanted = dict(zip(map(str, range(len(theirs))), theirs, strict=True))
-        else:
-            wanted = dict(zip(map(str, range(len(variables))), variables, strict=True))
-        _check_checkpoint(plain, wanted, errors)
-        for mine in own:
-            mine.assign(tf.zeros_like(native(mine)))
-        for name, variable in wanted.items():
-            variable.assign(plain[name])
-        if engine is not None:
-            engine.load(errors or None)
+        _load(self.variables, self.own_variables(), self._engine.value, store)
 
 
 class _Untracked:
@@ -692,6 +704,25 @@ class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         else:
             super().apply(gradients)
 
+    def synchronize_for_checkpoint(self) -> None:
+        """Collective: as the inner optimizer's."""
+        self.inner_optimizer.synchronize_for_checkpoint()
+
+    def enter_world(self, prefix: str, old: dict[str, Any] | None = None) -> None:
+        """As the inner optimizer's."""
+        self.inner_optimizer.enter_world(prefix, old)
+        self._steps = _Untracked(None)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Keras's, with this rank's compression errors. Not collective."""
+        super().save_own_variables(store)
+        _save_errors(self.inner_optimizer._engine.value, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """As the inner optimizer's."""
+        inner = self.inner_optimizer
+        _load(self.variables, inner.own_variables(), inner._engine.value, store)
+
     def check_finite(self, grads: Sequence[Any]) -> Any:
         """Collective: whether all gradients of all ranks are finite."""
         mine = super().check_finite(grads)
@@ -742,6 +773,32 @@ def _refuse_xla() -> None:
             "Pass "
             'jit_compile=False to model.compile() (on a GPU its default "auto" compiles too) or to tf.function.'
         )
+
+
+def _save_errors(engine: CompressionEngine | None, store: Any) -> None:
+    if engine is not None:
+        for name, array in engine.state().items():
+            store[_STORE_PREFIX + name] = array
+
+
+def _load(variables: Sequence[Any], own: Sequence[Any], engine: CompressionEngine | None, store: Any) -> None:
+    """Restores a checkpoint; `own` are those of the variables that the plain optimizer does not have."""
+    # not every store iterates over its names
+    saved = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118
+    plain = {name: array for name, array in saved.items() if not name.startswith(_STORE_PREFIX)}
+    errors = {name.removeprefix(_STORE_PREFIX): array for name, array in saved.items() if name not in plain}
+    theirs = [v for v in variables if not any(v is mine for mine in own)]
+    if len(plain) == len(theirs) and own and not errors:
+        wanted = dict(zip(map(str, range(len(theirs))), theirs, strict=True))
+    else:
+        wanted = dict(zip(map(str, range(len(variables))), variables, strict=True))
+    _check_checkpoint(plain, wanted, errors)
+    for mine in own:
+        mine.assign(tf.zeros_like(native(mine)))
+    for name, variable in wanted.items():
+        variable.assign(plain[name])
+    if engine is not None:
+        engine.load(errors or None)
 
 
 def _check_checkpoint(saved: dict[str, Any], wanted: dict[str, Any], errors: dict[str, Any]) -> None:

@@ -6,9 +6,10 @@ stage with it. Compression errors belong to one rank and lie in the buckets.
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ import tensorflow as tf
 
 from hvd_onebit import notices
 from hvd_onebit.agreement import digest, encode_fields, raise_disagreement
-from hvd_onebit.errors import too_many_skips
+from hvd_onebit.codec import HostCodec
+from hvd_onebit.errors import OneBitError, too_many_skips
 from hvd_onebit.layout import make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
 from hvd_onebit.rules import bias_correction
@@ -34,13 +36,23 @@ from hvd_onebit.stage import (
     must_thaw,
     new_table,
 )
+from hvd_onebit.state import owed_by_parameter, share_errors, share_owed, take_shared_errors
 from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats, ring_allreduce_bytes
 from hvd_onebit.tensorflow.buckets import DeviceBucket, ExchangedBucket, HostBucket, Inputs, Sent, on_host
-from hvd_onebit.tensorflow.codec import is_on_host
-from hvd_onebit.tensorflow.rules import Rule, native
+from hvd_onebit.tensorflow.codec import is_on_host, num_threads
+from hvd_onebit.tensorflow.rules import Moment, Rule, native
 from hvd_onebit.tensorflow.transport import TensorTransport, split_frames
 
-__all__ = ["FORMAT_VERSION", "CompressionEngine", "flat_tensor", "native", "pack_schedule", "unpack_schedule"]
+__all__ = [
+    "FORMAT_VERSION",
+    "CompressionEngine",
+    "flat_tensor",
+    "native",
+    "owes",
+    "pack_schedule",
+    "unpack_errors",
+    "unpack_schedule",
+]
 
 FORMAT_VERSION = 1
 
@@ -75,13 +87,11 @@ class CompressionEngine:
     ) -> None:
         self.options = options
         self.stats = stats
-        self.transport = transport
         self.rule = rule
         self._optimizer = optimizer
         self._variables = [native(v) for v in variables]
         self._names = [getattr(v, "path", v.name) for v in variables]
         self._sizes = [int(np.prod(v.shape, dtype=np.int64)) for v in self._variables]
-        self._gradient_scale = gradient_scale
         self._wire_bytes = wire_bytes
         self._compressible = [
             i
@@ -96,16 +106,26 @@ class CompressionEngine:
             length = 2 + 2 * (delay // stride_of(delay) + 1)
             self.schedule = optimizer.add_variable((length,), dtype="float64", name="onebit_schedule")
         self.fresh = self._add_fresh() if rule.keeps_fresh else []
+        self._enter_world(transport, gradient_scale)
+        if options.freeze_step == 0 and transport.size > 1:
+            self._start_compressed()
+
+    def _enter_world(self, transport: TensorTransport, gradient_scale: float) -> None:
+        """Makes what depends on the ranks: buckets, counts, what is compared."""
+        self.transport = transport
+        self._gradient_scale = gradient_scale
         self._buckets = self._make_buckets()
-        sizes = [size * min(v.dtype.size, wire_bytes) for size, v in zip(self._sizes, self._variables, strict=True)]
+        sizes = [
+            size * min(v.dtype.size, self._wire_bytes) for size, v in zip(self._sizes, self._variables, strict=True)
+        ]
         self._allreduce_bytes = [ring_allreduce_bytes(size, transport.size) for size in sizes]
         self.stats.uncompressed_bytes_per_step = ring_allreduce_bytes(4 * sum(self._sizes), transport.size)
         self._static_fields = self._describe()
         self._static_digest = digest(self._static_fields).hex()
         self._frozen_checksum: int | None = None
+        self._errors_are_shared = False
+        self._has_ended = False
         self._told = False
-        if options.freeze_step == 0 and transport.size > 1:
-            self._start_compressed()
 
     @property
     def own_variables(self) -> list[Any]:
@@ -324,12 +344,22 @@ class CompressionEngine:
         return tf.cond(same, lambda: True, raise_everywhere)
 
     def _token(self, step: Any, lr: Any, table: Any) -> Array:
+        self._refuse_if_ended()
+        self._errors_are_shared = False
         fields = {"static": self._static_digest, **self._dynamic_fields(step, lr, table)}
         return np.frombuffer(digest(fields), np.uint8)
 
     def _encoded_fields(self, step: Any, lr: Any, table: Any) -> Array:
         fields = {**self._static_fields, **self._dynamic_fields(step, lr, table)}
         return np.frombuffer(encode_fields(fields), np.uint8)
+
+    def _refuse_if_ended(self) -> None:
+        """A graph holds the numbers of the world that it was traced in."""
+        if self._has_ended:
+            raise OneBitError(
+                "this tf.function was traced for ranks that are gone. Make it anew after every reset: inside the "
+                "function that elastic.run decorates, or in a callback of state.register_reset_callbacks"
+            )
 
     def _describe(self) -> dict[str, Any]:
         fields: dict[str, Any] = {f"option {name}": value for name, value in self.options.as_fields().items()}
@@ -366,6 +396,7 @@ class CompressionEngine:
         return look
 
     def _count_step(self, finite: Any, compresses: Any, step: Any, lr: Any, table: Any, schedule: Any) -> Any:
+        self._refuse_if_ended()
         self._frozen_checksum = None
         frozen = table[FROZEN_STEP] != 0
         stage = COMPRESSION if compresses else WARM_UP
@@ -526,11 +557,15 @@ class CompressionEngine:
 
     def state(self) -> dict[str, Array]:
         """What a checkpoint needs beside the optimizer's variables: this rank's compression errors. Not collective."""
+        buckets = [bucket.bucket for bucket in self._buckets]
         described = {
             "version": FORMAT_VERSION,
             "rank": self.transport.rank,
             "size": self.transport.size,
-            "buckets": {bucket.bucket.name: list(bucket.bucket.parameters) for bucket in self._buckets},
+            "shared": self._errors_are_shared,
+            "buckets": {bucket.name: list(bucket.parameters) for bucket in buckets},
+            "sizes": {bucket.name: list(bucket.sizes) for bucket in buckets},
+            "server_starts": {bucket.bucket.name: bucket.server_start for bucket in self._buckets},
         }
         arrays = {"about": np.frombuffer(json.dumps(described).encode(), np.uint8)}
         for bucket in self._buckets:
@@ -541,26 +576,111 @@ class CompressionEngine:
 
     def load(self, arrays: dict[str, Array] | None) -> None:
         """Takes up restored variables, and the errors that `state` returned, if there are any. Not collective."""
+        if not arrays:
+            self._take_up(None, {}, {})
+            return
+        about, errors = unpack_errors(arrays)
+        self._take_up(about, errors, owed_by_parameter(errors, about["size"]) if about["shared"] else {})
+
+    def moved_to(
+        self, transport: TensorTransport, *, gradient_scale: float, old: dict[str, Array] | None = None
+    ) -> CompressionEngine:
+        """An engine that goes on in another world, of other ranks, perhaps more or fewer. Not collective.
+
+        It has the same variables; graphs that were traced with this one raise from now on. Errors that were shared
+        stay. Others belong to the old world: a rank that is now alone settles its part of them, on several ranks
+        `share_owed` brings them back.
+
+        Args:
+            transport: of the new world.
+            gradient_scale: as at construction.
+            old: what `state` returned in the old world; by default what it returns now.
+        """
+        about, errors = unpack_errors(self.state() if old is None else old)
+        self.stats.give_up_step(self.stats.stage)
+        new = copy.copy(self)
+        self._has_ended = True
+        new._enter_world(transport, gradient_scale)
+        owed = owed_by_parameter(errors, about["size"])
+        if about["shared"]:
+            new._take_up(about, errors, owed)
+        else:
+            new._take_up(None, {}, {name: part / np.float32(about["size"]) for name, part in owed.items()})
+        return new
+
+    def synchronize_for_checkpoint(self) -> None:
+        """Collective: afterwards any rank's checkpoint alone restores a run of any size, what is owed included.
+
+        Raises:
+            OneBitError: ranks disagree, the same on every rank.
+        """
+        step = tf.identity(native(self._optimizer.iterations))
+        lr = tf.reshape(tf.cast(tf.convert_to_tensor(native(self._optimizer.learning_rate)), tf.float32), [])
+        self._agree(step, lr, tf.identity(native(self.table)))
+        for bucket in self._buckets:
+            with bucket.errors_on_host() as exchange:
+                share_errors(exchange, self.transport.on_host, HostCodec(num_threads))
+        self._errors_are_shared = True
+
+    def share_owed(self, errors: Mapping[str, Any], size: int, weight: float) -> None:
+        """Collective: gives every rank the mean of `weight` times what the ranks owe; see `hvd_onebit.state`.
+
+        Args:
+            errors: this rank's, as `unpack_errors` gives them, in a world of `size` ranks.
+            size: ranks of that world.
+            weight: 0 when this rank has no part in it.
+        """
+        owed = owed_by_parameter(errors, size) if weight else {}
+        for bucket in self._buckets:
+            with bucket.errors_on_host() as exchange:
+                share_owed(exchange, owed, weight, self.transport.on_host, HostCodec(num_threads))
+        self._errors_are_shared = True
+
+    def _take_up(self, about: Mapping[str, Any] | None, errors: Mapping[str, Any], owed: Mapping[str, Array]) -> None:
+        """Goes on from the optimizer's variables as they now are.
+
+        Args:
+            about: what `unpack_errors` says, None if there is nothing saved.
+            errors: to go on with, if they fit.
+            owed: by parameter, the same on every rank: what is settled where compression ends.
+        """
         for bucket in self._buckets:
             bucket.forget()
             bucket.checksum = 0
         self._frozen_checksum = None
-        table = self.table.numpy()
-        step = int(native(self._optimizer.iterations))
-        if must_thaw(table, step=step, size=self.transport.size, options=self.options):
-            self._thaw(table, step)
-            table = self.table.numpy()
-        compressed = any_frozen(table)
-        self.stats.frozen_step, self.stats.step = first_frozen_step(table), step
-        self.stats.stage = COMPRESSION if compressed else WARM_UP
-        self._count_elements(table[FROZEN_STEP] != 0)
+        self._errors_are_shared = False
         self._told = False
-        if arrays and compressed:
-            self._restore_errors(arrays)
+        settled = self._thaw_if_early(owed)
+        self._count_restored()
+        if about is None:
+            return
+        if self.stats.stage == COMPRESSION:
+            self._restore_errors(about, errors)
+        elif not settled and owes(errors) and self.transport.rank == 0:
+            notices.dropped_errors("training goes on uncompressed")
 
-    def _thaw(self, table: Array, step: int) -> None:
+    def _count_restored(self) -> None:
+        table = self.table.numpy()
+        self.stats.frozen_step, self.stats.step = first_frozen_step(table), int(native(self._optimizer.iterations))
+        self.stats.stage = COMPRESSION if any_frozen(table) else WARM_UP
+        self._count_elements(table[FROZEN_STEP] != 0)
+
+    def _thaw_if_early(self, owed: Mapping[str, Array]) -> bool:
+        """Back to warm-up when freeze_step now lies ahead, or when there is nobody to send to.
+
+        Returns:
+            True when what was owed is now in the momentum, on which training goes on.
+        """
+        table, step = self.table.numpy(), int(native(self._optimizer.iterations))
+        if not must_thaw(table, step=step, size=self.transport.size, options=self.options):
+            return False
         first = first_frozen_step(table)
-        for i in np.flatnonzero(table[FROZEN_STEP]):
+        moment = Moment(table, self._scalars().numpy(), step, float(native(self._optimizer.learning_rate)))
+        settled = bool(owed)
+        for i in map(int, np.flatnonzero(table[FROZEN_STEP])):
+            part = owed.get(self._key(i))
+            if settled and part is not None:
+                settled = self.rule.settle(i, part, moment)
             fresh = native(self.fresh[i]) if self.fresh else None
             self.rule.thaw(i, step=step, variance_steps=int(table[VARIANCE_STEPS, i]), fresh=fresh)
         thawed = new_table(len(self._variables))
@@ -568,22 +688,66 @@ class CompressionEngine:
         self.table.assign(thawed)
         if self.transport.rank == 0 and self.transport.size > 1:
             notices.back_to_warm_up(first, self.options.freeze_step, step)
+        return settled
 
-    def _restore_errors(self, arrays: dict[str, Array]) -> None:
-        about = json.loads(arrays["about"].tobytes())
+    def _restore_errors(self, about: Mapping[str, Any], errors: Mapping[str, Any]) -> None:
         here, there = (self.transport.rank, self.transport.size), (about["rank"], about["size"])
+        if about["shared"]:
+            self._take_shared(errors)
+            if here[0] == 0 and here[1] != there[1]:
+                notices.errors_of_other_ranks(there[1], here[1])
+            return
         if here != there:
             if here[0] == 0:
                 notices.dropped_errors(f"saved by rank {there[0]} of {there[1]}, restored on {here[0]} of {here[1]}")
             return
         for bucket in self._buckets:
             name = bucket.bucket.name
-            if about["buckets"].get(name) != list(bucket.bucket.parameters):
+            saved = errors.get(name)
+            if saved is None or saved["parameters"] != list(bucket.bucket.parameters):
                 notices.dropped_errors(f"bucket {name} holds other parameters now")
-                continue
-            saved = {kind: arrays.get(f"{name}.{kind}") for kind in ("worker_error", "server_error")}
-            if not bucket.restore_errors(saved):
+            elif not bucket.restore_errors({kind: saved[kind] for kind in ("worker_error", "server_error")}):
                 notices.dropped_errors(f"bucket {name} is exchanged in another way now")
+
+    def _take_shared(self, errors: Mapping[str, Any]) -> None:
+        parts = {
+            name: (each["parameters"], each["sizes"], each["worker_error"])
+            for name, each in errors.items()
+            if each["worker_error"] is not None
+        }
+        missing = []
+        for bucket in self._buckets:
+            with bucket.errors_on_host() as exchange:
+                missing += take_shared_errors(exchange, parts)
+        if missing:
+            notices.dropped_errors(f"none of this size were saved for {', '.join(missing[:8])}")
+        self._errors_are_shared = True
+
+
+def unpack_errors(arrays: Mapping[str, Array]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `CompressionEngine.state` returned: whose it is, and the errors by bucket, as in `hvd_onebit.state`."""
+    about = json.loads(arrays["about"].tobytes())
+    about = {"shared": False, "sizes": {}, "server_starts": {}, **about}
+    errors = {
+        name: {
+            "parameters": parameters,
+            "sizes": about["sizes"].get(name, []),
+            "worker_error": arrays.get(f"{name}.worker_error"),
+            "server_error": arrays.get(f"{name}.server_error"),
+            "server_start": about["server_starts"].get(name, 0),
+        }
+        for name, parameters in about["buckets"].items()
+    }
+    return about, errors
+
+
+def owes(errors: Mapping[str, Any]) -> bool:
+    """Whether there is anything but zeros."""
+    return any(
+        error is not None and error.any()
+        for each in errors.values()
+        for error in (each["worker_error"], each["server_error"])
+    )
 
 
 def flat_tensor(tensor: Any) -> tf.Tensor:

@@ -8,10 +8,9 @@ synchronised at, and stays out of what is sent.
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -102,13 +101,16 @@ class LocalStepsEngine(CompressionEngine):
 
     def __init__(self, optimizer: Any, *args: Any, **how: Any) -> None:
         super().__init__(optimizer, *args, **how)
-        self._skipped_locally = 0  # in a row
         with tf.init_scope():
             self.rounds = optimizer.add_variable((_LENGTH,), dtype="float64", name="onebit_rounds")
             # the least variance that is used, by variable
             self.floors = optimizer.add_variable((len(self._variables),), dtype="float32", name="onebit_floors")
         self.anchors = self._beside_variables("onebit_anchor")
         self.accumulated = self._beside_variables("onebit_accumulated")
+
+    def _enter_world(self, *args: Any) -> None:
+        super()._enter_world(*args)
+        self._skipped_locally = 0  # in a row
         if self._takes_local_steps:
             self.stats.stage = COMPRESSION
             self._count_elements(self._is_compressed())
@@ -274,7 +276,6 @@ class LocalStepsEngine(CompressionEngine):
         anchor = tf.where(plan.starts, x, flat_tensor(self.anchors[index]))
         decays = bool(self.rule.weight_decays[index])
         numbers: Any = AdamStep(step_size, eps, correction, 1.0)
-        root = denominator(tf.maximum(variance, floor), numbers, tf.sqrt)
         moving = self._moving(variance, floor)
         return _Local(
             index=index,
@@ -283,10 +284,15 @@ class LocalStepsEngine(CompressionEngine):
             distance=distance,
             accumulated=flat_tensor(self.accumulated[index]) + distance,
             anchor=anchor * decay if decays else anchor,
-            root=root if self._holds else tf.where(moving, root, np.float32(np.inf)),
+            root=self._root(variance, floor, moving, numbers),
             moving=moving,
             decay=decay if decays else None,
         )
+
+    def _root(self, variance: tf.Tensor, floor: tf.Tensor, moving: tf.Tensor, numbers: AdamStep) -> tf.Tensor:
+        """What a distance is divided by."""
+        root = denominator(tf.maximum(variance, floor), numbers, tf.sqrt)
+        return root if self._holds else tf.where(moving, root, np.float32(np.inf))
 
     @property
     def _holds(self) -> bool:
@@ -432,6 +438,8 @@ class LocalStepsEngine(CompressionEngine):
         return tf.ensure_shape(on_host(self._count_local_step, given, tf.bool), [])
 
     def _count_local_step(self, done: Any, step: Any, lr: Any, table: Array, rounds: Array, schedule: Array) -> Any:
+        self._refuse_if_ended()
+        self._errors_are_shared = False
         variance_due, exchanges, goes_on, moved, is_finite_here, communicates = (bool(each) for each in done)
         stats, now = self.stats, int(step) + 1
         if communicates:
@@ -513,26 +521,58 @@ class LocalStepsEngine(CompressionEngine):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def load(self, arrays: dict[str, Array] | None) -> None:
-        """Takes up restored variables, and the errors that `state` returned, if there are any. Not collective."""
-        for bucket in self._buckets:
-            bucket.forget()
-            bucket.checksum = 0
-        self._frozen_checksum = None
+    def synchronize_for_checkpoint(self) -> None:
+        """Collective: as the others; and all ranks go on from the mean of their steps since they last met."""
+        super().synchronize_for_checkpoint()
+        table, rounds = self.table.numpy(), self.rounds.numpy()
+        if not self._takes_local_steps or rounds[_RATE_SUM] == 0.0:
+            return  # all are equal
+        step, lr = int(native(self._optimizer.iterations)), float(native(self._optimizer.learning_rate))
+        rows = self._numbers(step, lr, table, Rounds(variance=False, sync=False))
+        for i, row in zip(self._compressible, rows, strict=True):
+            accumulated = self._mean_over_ranks(self.accumulated[i], f"{i}.accumulated")
+            momentum = self._mean_over_ranks(self.rule.momentum_of(i), f"{i}.momentum")
+            variance, floor = flat_tensor(self.rule.variance_of(i)), native(self.floors)[i]
+            moving = self._moving(variance, floor)
+            numbers: Any = AdamStep(*(tf.constant(n, tf.float32) for n in astuple(row)))
+            local = _Local(
+                index=i,
+                parameter=flat_tensor(self._variables[i]),
+                momentum=momentum,
+                distance=accumulated,
+                accumulated=accumulated,
+                anchor=flat_tensor(self.anchors[i]),
+                root=self._root(variance, floor, moving, numbers),
+                moving=moving,
+                decay=None,
+            )
+            self._assign(local, local.anchor - accumulated / local.root, momentum)
+            self.accumulated[i].assign(tf.reshape(accumulated, self._shape(i)))
+
+    def _mean_over_ranks(self, variable: Any, name: str) -> tf.Tensor:
+        return tf.constant(self.transport.on_host.allreduce(flat_tensor(variable).numpy(), name=name).wait())
+
+    def _take_up(self, about: Mapping[str, Any] | None, errors: Mapping[str, Any], owed: Mapping[str, Array]) -> None:
         self._skipped_locally = 0
-        self._told = False
-        if arrays:
-            self._restore_errors(arrays)
-            about = json.loads(arrays["about"].tobytes())
-            here, there = (self.transport.rank, self.transport.size), (about["rank"], about["size"])
-            if here != there and self.rounds.numpy()[_RATE_SUM]:
-                notices.dropped_local_steps(
-                    f"by rank {there[0]} of {there[1]}, restored on rank {here[0]} of {here[1]}"
-                )
-        step = int(native(self._optimizer.iterations))
+        is_between_rounds = bool(self.rounds.numpy()[_RATE_SUM])
+        super()._take_up(about, errors, owed)
+        if about is None or about["shared"] or not is_between_rounds:
+            return
+        here, there = (self.transport.rank, self.transport.size), (about["rank"], about["size"])
+        if here != there:
+            notices.dropped_local_steps(f"by rank {there[0]} of {there[1]}, restored on rank {here[0]} of {here[1]}")
+
+    def _count_restored(self) -> None:
+        super()._count_restored()
+        if self._takes_local_steps:
+            self.stats.stage = COMPRESSION
+            self._count_elements(self._is_compressed())
+
+    def _thaw_if_early(self, owed: Mapping[str, Array]) -> bool:
         if not self._takes_local_steps:
-            self._return_to_plain_adam(step)
-        self.stats.step, self.stats.frozen_step = step, first_frozen_step(self.table.numpy())
+            # what is owed here is a distance, not a momentum: it can't be settled there
+            self._return_to_plain_adam(int(native(self._optimizer.iterations)))
+        return False
 
     def _return_to_plain_adam(self, step: int) -> None:
         table = self.table.numpy()

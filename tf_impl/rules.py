@@ -169,7 +169,28 @@ class AdamRule:
             ratio = np.float32(thaw_ratio(self.memory, step, variance_steps))
             variance.assign(tf.cast(tf.cast(variance, tf.float32) * ratio, variance.dtype))
 
+    def settle(self, index: int, owed: Floats, moment: Moment) -> bool:
+        """Puts what is owed into a frozen variable's momentum, as if the next exchange sent all; False if it can't.
+
+        The next momentum is beta1*m + (1-beta1)*g, and compression would have added what is owed to that.
+        """
+        beta1 = self._momentum_decay
+        if not beta1:
+            return False
+        if self.options.space == "update":
+            variance = self.variance_of(index)
+            assert variance is not None
+            numbers: Any = self.numbers(index, moment)
+            owed = owed * denominator(variance.numpy().astype(np.float32).reshape(-1), numbers, np.sqrt)
+        momentum = self.momentum_of(index)
+        momentum.assign_add(tf.cast(tf.reshape(owed / np.float32(beta1), momentum.shape), momentum.dtype))
+        return True
+
     # -- one step of one variable --
+
+    @property
+    def _momentum_decay(self) -> float:
+        return float(self._optimizer.beta_1)
 
     @property
     def sent_momentum(self) -> float | None:
@@ -279,6 +300,10 @@ class SgdRule(AdamRule):
         return None
 
     @property
+    def _momentum_decay(self) -> float:
+        return float(self._optimizer.momentum)
+
+    @property
     def sent_momentum(self) -> float | None:
         return None
 
@@ -343,6 +368,9 @@ class LambRule(AdamRule):
         scalars[SCALING, list(ready)] = lamb_scalings(rms)
         scalars[LAST_FACTOR, list(ready)] = 1.0
         return scalars
+
+    def settle(self, index: int, owed: Floats, moment: Moment) -> bool:
+        return super().settle(index, owed / np.float32(moment.scalars[SCALING, index]), moment)
 
     def thaw(self, index: int, *, step: int, variance_steps: int, fresh: Any) -> None:
         # v' has been kept up to date all along

@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_onebit.errors import OneBitError
-from hvd_onebit.transport import Transport
+from hvd_onebit.state import Collectives
+from hvd_onebit.transport import Pending, Transport
 
 if TYPE_CHECKING:
     from horovod.common.process_sets import ProcessSet
@@ -32,6 +33,11 @@ class TensorTransport(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def on_host(self) -> Collectives[Any]:
+        """The same ranks, for NumPy arrays in eager code."""
+        ...
+
     def alltoall(
         self, message: tf.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
     ) -> tf.Tensor: ...
@@ -51,7 +57,8 @@ class HorovodTransport:
     """horovod.tensorflow's collectives on a process set, under fixed names.
 
     The names' prefix is chosen when the first collective is traced: ranks trace them in the same order, but may
-    construct optimizers that they never use.
+    construct optimizers that they never use. Rank and size stay those of the world that it was made in, so that what
+    belongs to a world that has ended can still be told apart.
 
     Args:
         process_set: the ranks.
@@ -78,6 +85,7 @@ class HorovodTransport:
 
         self._hvd = hvd
         self._process_set = process_set
+        self._rank, self._size = int(process_set.rank()), int(process_set.size())
         self._make_prefix = make_prefix
         self._prefix: str | None = None
         self._num_groups = num_groups
@@ -87,18 +95,22 @@ class HorovodTransport:
             # Horovod's own optimizer splits the average around the sum in the same way
             "op": hvd.Sum if predivide != 1.0 else op,
             "prescale_factor": 1.0 / predivide,
-            "postscale_factor": predivide / process_set.size() if predivide != 1.0 else 1.0,
+            "postscale_factor": predivide / self._size if predivide != 1.0 else 1.0,
             "process_set": process_set,
             "ignore_name_scope": True,
         }
 
     @property
     def rank(self) -> int:
-        return int(self._process_set.rank())
+        return self._rank
 
     @property
     def size(self) -> int:
-        return int(self._process_set.size())
+        return self._size
+
+    @property
+    def on_host(self) -> Collectives[Any]:
+        return _HorovodOnHost(self, self._hvd, self._process_set)
 
     def alltoall(
         self, message: tf.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
@@ -142,6 +154,36 @@ class HorovodTransport:
         return f"{self._prefix}.{name}"
 
 
+class _HorovodOnHost:
+    """horovod.tensorflow's collectives for NumPy arrays. They run at once: eager operations have no names."""
+
+    def __init__(self, tensors: HorovodTransport, hvd: Any, process_set: ProcessSet) -> None:
+        self._tensors = tensors
+        self._hvd = hvd
+        self._process_set = process_set
+
+    def allgather(self, message: np.ndarray, receive_bytes: Sequence[int], *, name: str) -> Pending[np.ndarray]:
+        return _Arrived(self._tensors.allgather(tf.constant(message), receive_bytes, name=name).numpy())
+
+    def allreduce(self, values: np.ndarray, *, name: str) -> Pending[np.ndarray]:
+        # the plain mean, whatever op and compression the gradients have
+        mean = self._hvd.allreduce(tf.constant(values), op=self._hvd.Average, name=name, process_set=self._process_set)
+        return _Arrived(mean.numpy())
+
+
+class _Arrived:
+    """The result of a collective that is over."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Any:
+        return self._result
+
+
 class HostTransport:
     """One of the core's transports (`local.py`, `mpi.py`) for tensors of eager code, which pass through host memory."""
 
@@ -157,6 +199,10 @@ class HostTransport:
     @property
     def size(self) -> int:
         return self._inner.size
+
+    @property
+    def on_host(self) -> Collectives[Any]:
+        return self._inner
 
     def alltoall(
         self, message: tf.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str

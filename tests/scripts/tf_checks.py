@@ -22,7 +22,9 @@ import tensorflow as tf
 from tf_training import SHAPES, assert_bit_equal, gradients, snapshot, train, variables
 
 import hvd_onebit.tensorflow as onebit
+from hvd_onebit.state import owed_by_parameter
 from hvd_onebit.stats import COMPRESSION, WARM_UP
+from hvd_onebit.tensorflow.engine import unpack_errors
 
 Adam, AdamW = keras.optimizers.Adam, keras.optimizers.AdamW
 
@@ -266,6 +268,62 @@ def a_checkpoint_of_one_rank_is_broadcast() -> None:
     assert optimizer.stats.frozen_step == 5
     assert optimizer.stats.step == 24
     assert_replicas(state_of(again))
+
+
+@check
+def any_ranks_checkpoint_has_all_that_is_owed() -> None:
+    """Whatever Horovod is told to do with gradients, what is shared is the plain mean."""
+    for how in (
+        {"exchange": "one_shot"},
+        {"exchange": "two_phase", "op": hvd.Sum},
+        {"exchange": "two_phase", "compression": hvd.Compression.fp16, "gradient_predivide_factor": 2.0},
+    ):
+        network = model(dropout=0.0)
+        optimizer = distribute(Adam(0.01, beta_2=0.9), freeze_step=5, **how)
+        fit(network, optimizer)
+        before = np.mean(hvd.allgather_object(_owed(optimizer)), axis=0)
+        assert np.abs(before).max() > 1e-4
+        optimizer.synchronize_for_checkpoint()
+        np.testing.assert_allclose(_owed(optimizer), before, rtol=0, atol=1e-6)
+        path = FOLDER / f"shared-{hvd.rank()}.keras"
+        network.save(path)
+        hvd.allgather_object(0)
+        again = keras.models.load_model(FOLDER / "shared-0.keras")
+        np.testing.assert_allclose(_owed(again.optimizer), before, rtol=0, atol=1e-6)
+        x, y = data(hvd.rank())
+        again.fit(x, y, batch_size=16, verbose=0, shuffle=False)
+        assert again.optimizer.stats.step == 24
+        assert_replicas(state_of(again))
+        hvd.allgather_object(0)  # nobody saves the next before all have loaded this
+
+
+def _owed(optimizer: Any) -> Any:
+    about, errors = unpack_errors(optimizer._engine.value.state())
+    parts = owed_by_parameter(errors, about["size"])
+    return np.concatenate([parts[key] for key in sorted(parts)])
+
+
+@check
+def a_process_set_trains_alone() -> None:
+    """Two of three ranks train in fit; the third trains by itself, as plain Keras would."""
+    members = hvd.add_process_set([0, 2])
+    trained = variables()
+    optimizer = distribute(Adam(0.01, beta_2=0.9), freeze_step=2, process_set=members)
+    given = members.rank() if members.included() else 7
+    train(optimizer, trained, range(6 if members.included() else 3), given)
+    optimizer.synchronize_for_checkpoint()
+    everyone = hvd.allgather_object(snapshot(trained))
+    assert_bit_equal(everyone[2], everyone[0])
+    if members.included():
+        assert optimizer.stats.stage == COMPRESSION
+        assert optimizer.stats.bytes_sent[COMPRESSION] > 0
+        train(optimizer, trained, [6], given)
+    else:
+        alone = variables()
+        train(Adam(0.01, beta_2=0.9), alone, range(3), given)
+        assert_bit_equal(snapshot(trained), snapshot(alone))
+        assert optimizer.stats.bytes_sent[COMPRESSION] == 0
+    assert_bit_equal(hvd.allgather_object(snapshot(trained))[2], hvd.allgather_object(snapshot(trained))[0])
 
 
 @check
@@ -514,6 +572,22 @@ def _take_lamb_of_torch(mine: Any, states: Sequence[Any]) -> None:
 
 
 # -- disagreements, each the last check of its launch --
+
+
+@check
+def disagree_about_a_checkpoint() -> None:
+    """Restored on one rank only."""
+    trained = variables()
+    optimizer = distribute(Adam(0.01), freeze_step=2)
+    train(optimizer, trained, range(4), hvd.rank())
+    store: dict[str, Any] = {}
+    optimizer.save_own_variables(store)
+    store = {name: np.array(array) for name, array in store.items()}
+    train(optimizer, trained, [4], hvd.rank())
+    if hvd.rank() == 1:
+        optimizer.load_own_variables(store)
+    for collective in (lambda: train(optimizer, trained, [5], hvd.rank()), optimizer.synchronize_for_checkpoint):
+        _expect("step: rank 0", collective)
 
 
 def _expect(text: str, train_on: Callable[[], Any]) -> None:
