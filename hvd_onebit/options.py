@@ -40,8 +40,8 @@ class CompressionOptions:
         exchange: "one_shot" (every rank gathers every message), "two_phase" (chunks are averaged by the rank that owns
             them), or "auto": one_shot for two ranks, where it costs the same bytes and half the latency.
         hierarchical: True averages in full precision inside each host first, so that a host sends its gradients once,
-            compressed, and not once a rank; "auto" does so on several hosts that have the same number of ranks, two or
-            more (see `hosts.py`).
+            compressed, and not once a rank; "auto" does so on several hosts that have the same number of ranks, four
+            or more (see `hosts.py`).
         scale: "rms" (||z||_2/sqrt(d), the 1-bit Adam paper) or "mean" (||z||_1/d, the 0/1 Adam paper).
         block: elements that share one scale, or "tensor" for one scale a tensor.
         space: "momentum" sends the momentum, as the papers do; "update" sends it divided by the root of the frozen

@@ -15,7 +15,7 @@ from hvd_onebit import reference
 from hvd_onebit.codec import HostCodec
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.exchange import CompressedAllreduce
-from hvd_onebit.hosts import HostGroups, Place, hierarchical_place, place_of
+from hvd_onebit.hosts import AUTO_LEAST_RANKS, HostGroups, Place, hierarchical_place, place_of
 from hvd_onebit.layout import Bucket, cut_evenly
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.state import owed_by_parameter, share_errors, share_owed, take_shared_errors
@@ -30,6 +30,11 @@ ALGORITHMS = ("one_shot", "two_phase")
 SIZES = (300, 1, 64, 0, 2500, 9)
 BUCKET = Bucket("bucket", tuple(f"p{i}" for i in range(len(SIZES))), SIZES)
 EPS = 2.0**-24
+
+
+@pytest.fixture(autouse=True)
+def _hierarchical_with_two_ranks_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvd_onebit.hosts.AUTO_LEAST_RANKS", 2)
 
 
 class Worker:
@@ -356,13 +361,17 @@ def test_places(hosts: list[int], places: list[tuple[int, int, int, int]]) -> No
     [
         ([0, 0, 1, 1], ""),
         ([0, 1, 0, 1], ""),
+        ([0, 0, 0, 0, 1, 1, 1, 1], ""),
         ([0], ""),
         ([0, 0, 0], "all 3 ranks are on one host"),
         ([0, 1, 2], "each of the 3 hosts has one rank only"),
         ([0, 0, 1], "the hosts have different numbers of ranks: 2, 1"),
     ],
 )
-def test_when_the_exchange_is_hierarchical(hosts: list[int], obstacle: str, hierarchical: bool | str) -> None:
+def test_when_the_exchange_is_hierarchical(
+    hosts: list[int], obstacle: str, hierarchical: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_onebit.hosts.AUTO_LEAST_RANKS", AUTO_LEAST_RANKS)
     options = CompressionOptions(hierarchical=hierarchical)
     messages = set()
     for rank in range(len(hosts)):
@@ -373,6 +382,8 @@ def test_when_the_exchange_is_hierarchical(hosts: list[int], obstacle: str, hier
             messages.add(str(refused.value))
         else:
             wanted = hierarchical is not False and len(hosts) > 1 and not obstacle
+            if hierarchical == "auto":
+                wanted = wanted and place.local_size >= AUTO_LEAST_RANKS
             assert hierarchical_place(options, place) == (place if wanted else None)
     assert len(messages) <= 1, "the same error on every rank"
 

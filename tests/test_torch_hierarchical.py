@@ -26,6 +26,11 @@ WHY_NOT = netlab.why_impossible() or MISSING
 SCRIPT = Path(__file__).parent / "scripts" / "torch_hierarchical.py"
 
 
+@pytest.fixture(autouse=True)
+def _hierarchical_with_two_ranks_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvd_onebit.hosts.AUTO_LEAST_RANKS", 2)
+
+
 def dyadic(step: int, rank: int) -> list[torch.Tensor]:
     """Gradients whose mean over two or four ranks is exact."""
     return [(8 * each).round() / 8 for each in gradients(step, rank)]

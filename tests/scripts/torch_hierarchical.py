@@ -73,7 +73,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     hvd.init()
-    optimizer, ps, loss = run_on_hosts("auto")
+    optimizer, ps, loss = run_on_hosts(True)
     _, flat, _ = run_on_hosts(False)
     engine, stats = optimizer._onebit, optimizer.stats
     place = engine._place
