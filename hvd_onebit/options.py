@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -57,6 +58,8 @@ class CompressionOptions:
         bucket_elements: a bucket holds whole tensors of about this many elements together.
         skip_nonfinite: skip a step, on all ranks together, when a gradient somewhere is NaN or infinite.
         max_skipped_steps: that many skipped steps in a row end the run with an error.
+        local_clip_norm: before anything is sent, in every stage, each rank scales its own gradient down so that its
+            2-norm over all parameters is at most this; None: no such clipping.
         check_every: compare a checksum of the received bytes across ranks every this many steps; 0: never.
     """
 
@@ -77,6 +80,7 @@ class CompressionOptions:
     bucket_elements: int = 4 * 1024 * 1024
     skip_nonfinite: bool = True
     max_skipped_steps: int = 25
+    local_clip_norm: float | None = None
     check_every: int = 100
 
     def __post_init__(self) -> None:
@@ -107,9 +111,14 @@ class CompressionOptions:
             _check_int("freeze_latest_step", self.freeze_latest_step, 1)
         for name, least in (("min_elements", 0), ("bucket_elements", 1), ("max_skipped_steps", 1), ("check_every", 0)):
             _check_int(name, getattr(self, name), least)
-        for name in ("variance_floor", "freeze_threshold"):
-            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
-                raise TypeError(f"{name} must be a number, not {getattr(self, name)!r}")
+        for name in ("variance_floor", "freeze_threshold", "local_clip_norm"):
+            value = getattr(self, name)
+            if name == "local_clip_norm" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, not {value!r}")
+        if self.local_clip_norm is not None and not 0.0 < self.local_clip_norm < math.inf:
+            raise ValueError(f"local_clip_norm must be positive and finite, not {self.local_clip_norm!r}")
         if not 0.0 <= self.variance_floor < 1.0:
             raise ValueError(
                 f"variance_floor is a fraction of the mean variance in [0, 1), not {self.variance_floor!r}"

@@ -26,6 +26,7 @@ __all__ = [
     "bias_correction",
     "check_range",
     "check_sgd",
+    "clip_factor",
     "denominator",
     "implied_gradient",
     "lamb_coefficient",
@@ -38,6 +39,11 @@ __all__ = [
 ]
 
 Array = TypeVar("Array", bound=Any)
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """By what gradients of this 2-norm are multiplied so that it is at most `limit`; what is not finite stays so."""
+    return limit / norm if math.isfinite(norm) and norm > limit else 1.0
 
 
 def bias_correction(beta: float, steps: float) -> float:

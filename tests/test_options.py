@@ -40,6 +40,9 @@ from hvd_onebit.options import CompressionOptions, is_full_precision, options_fr
         ({"max_skipped_steps": 0}, ValueError, "max_skipped_steps"),
         ({"check_every": -1}, ValueError, "check_every"),
         ({"full_precision": [3]}, TypeError, "full_precision"),
+        ({"local_clip_norm": 0.0}, ValueError, "local_clip_norm must be positive"),
+        ({"local_clip_norm": float("inf")}, ValueError, "local_clip_norm must be positive"),
+        ({"local_clip_norm": "1"}, TypeError, "local_clip_norm must be a number"),
     ],
 )
 def test_bad_options_are_refused_with_the_reason(given: dict[str, Any], error: type[Exception], says: str) -> None:

@@ -510,6 +510,35 @@ def test_clipping_in_the_compression_stage_bounds_each_ranks_own_gradient() -> N
     assert_bit_equal(clipped[0], by_hand[0])
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_local_clipping_bounds_each_ranks_own_gradient_in_both_stages(passes: int) -> None:
+    """Rank 1's gradients are far too large in some steps, rank 0's never: as if clipped by hand."""
+
+    def work(transport: LocalTransport, *, by_hand: bool) -> list[Any]:
+        trained = variables()
+        options = {} if by_hand else {"local_clip_norm": 100.0, "backward_passes_per_step": passes}
+        optimizer = distribute(Adam(0.01), transport, freeze_step=3, **options)
+        for step in range(8):
+            factor = 1000.0 if transport.rank and step % 3 else 1.0
+            grads = [factor * gradient(step, transport.rank, i, s) for i, s in enumerate(SHAPES)]
+            if not by_hand:
+                for _ in range(passes):
+                    optimizer.apply([tf.constant(g / passes, tf.float32) for g in grads], trained)
+                continue
+            norm = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in grads))
+            assert (norm > 100.0) == (factor > 1.0)
+            clip = min(1.0, 100.0 / norm)
+            optimizer.apply([tf.constant(g * np.float32(clip), tf.float32) for g in grads], trained)
+        assert optimizer.stats.stage == COMPRESSION
+        return snapshot(trained)
+
+    clipped = on_ranks(2, lambda t: work(t, by_hand=False))
+    by_hand = on_ranks(2, lambda t: work(t, by_hand=True))
+    assert_replicas_equal(clipped)
+    for mine, theirs in zip(clipped[0], by_hand[0], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_constraints_hold_in_both_stages() -> None:
     def work(transport: LocalTransport) -> None:
         trained = [keras.Variable(np.ones(20, np.float32), name="p")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import numpy as np
@@ -284,6 +285,62 @@ def test_nothing_is_lost_by_steps_that_are_given_up(exchange: str) -> None:
         owed += torch.cat([each[3] for each in results]).double()
     given = torch.stack([each[1] for each in results]).mean(0)
     torch.testing.assert_close(results[0][0] + owed, given, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_local_clipping_bounds_each_ranks_own_gradient_in_both_stages(name: str) -> None:
+    """Rank 1's gradients are far too large in some steps, rank 0's never: to the bit as if clipped by hand."""
+
+    def work(transport: LocalTransport, *, by_hand: bool) -> list[torch.Tensor]:
+        ps = parameters()
+        optimizer = wrap(FAMILY[name](ps), transport, **({} if by_hand else {"local_clip_norm": 100.0}))
+        for step in range(FREEZE + 6):
+            _set(ps, step, transport.rank)
+            own = [p.grad for p in ps if p.grad is not None]
+            if transport.rank and step % 3:
+                for gradient in own:
+                    gradient.mul_(1000.0)
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in own))
+            assert (norm > 100.0) == bool(transport.rank and step % 3)
+            if by_hand and norm > 100.0:
+                for gradient in own:
+                    gradient.mul_(100.0 / norm)
+            if step % 2:
+                optimizer.synchronize()
+            optimizer.step()
+        return [p.detach() for p in ps]
+
+    by_option = run_ranks(2, lambda t: work(t, by_hand=False))
+    by_hand = run_ranks(2, lambda t: work(t, by_hand=True))
+    for mine, theirs in zip(by_option[0], by_hand[0], strict=True):
+        # a norm may round otherwise by a last bit
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_local_clipping_bounds_the_gradient_as_it_is_without_a_loss_scale() -> None:
+    def work(transport: LocalTransport, scale: float) -> list[torch.Tensor]:
+        ps = parameters()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+        scaler.scale(torch.zeros(()))
+        optimizer = wrap(torch.optim.Adam(ps), transport, freeze_step=3, local_clip_norm=0.5, grad_scaler=scaler)
+        for step in range(8):
+            for p, gradient in zip(ps, gradients(step, transport.rank), strict=True):
+                p.grad = gradient * scale
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        return [p.detach() for p in ps]
+
+    scaled = run_ranks(2, lambda t: work(t, 1024.0))
+    for mine, theirs in zip(scaled[0], run_ranks(2, lambda t: work(t, 1.0))[0], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_groups_and_local_clipping_are_refused_together() -> None:
+    with pytest.raises(ValueError, match="leave out either groups and num_groups, or local_clip_norm"):
+        onebit.DistributedOptimizer(torch.optim.Adam(parameters()), num_groups=2, local_clip_norm=1.0)
 
 
 def test_an_average_that_overflows_skips_the_step() -> None:

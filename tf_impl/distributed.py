@@ -21,7 +21,7 @@ from tensorflow.python.ops import control_flow_util
 
 from hvd_onebit.errors import OneBitError, scaler_with_local_steps
 from hvd_onebit.options import CompressionOptions, options_from, refuse_freeze_step
-from hvd_onebit.rules import ordered_norm
+from hvd_onebit.rules import clip_factor, ordered_norm
 from hvd_onebit.stats import Stats
 from hvd_onebit.tensorflow.buckets import on_host
 from hvd_onebit.tensorflow.codec import is_on_host
@@ -127,8 +127,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     collective; `apply` is.
 
     `clipnorm`, `clipvalue` and `global_clipnorm` of the optimizer act on the averaged gradient during warm-up, as on
-    one process. Afterwards no rank knows it, and each clips its own gradients before they are sent. To clip each rank's
-    own in both stages, clip before `apply`.
+    one process. Afterwards no rank knows it, and each clips its own gradients before they are sent. The option
+    `local_clip_norm` clips each rank's own in both stages.
 
     Gradients that are None count as zero. Variables are those that the optimizer was built on, by `build`, by Keras, or
     by the first `apply`: variables added later are refused.
@@ -484,7 +484,7 @@ class _Distributed(_Base):
         return tf.cond((iterations + 1) % passes == 0, update, accumulate)
 
     def _update(self, gradients: list[tf.Tensor], iterations: tf.Variable, passes: int) -> tf.Tensor:
-        made = self._engine.value.step(gradients)
+        made = self._engine.value.step(self._clip_own(gradients))
 
         def commit() -> bool:
             for variable in self._trainable_variables:
@@ -500,6 +500,17 @@ class _Distributed(_Base):
             return False
 
         return tf.cond(made, commit, skip)
+
+    def _clip_own(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """This rank's gradients scaled down to `local_clip_norm`, if there is one."""
+        limit = self._settings.value.options.local_clip_norm
+        if limit is None:
+            return gradients
+        squares = [tf.reduce_sum(tf.square(tf.cast(g, tf.float64))) for g in gradients]
+        norm = tf.sqrt(tf.add_n(squares))
+        factor = on_host(lambda n: np.float64(clip_factor(float(n), limit)), [norm], tf.float64, stateful=False)
+        factor.set_shape([])
+        return [g * tf.cast(factor, g.dtype) for g in gradients]
 
     def _end_pass(self, iterations: tf.Variable) -> None:
         if self.use_ema:

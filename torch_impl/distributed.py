@@ -82,7 +82,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     collective; `step()` and `synchronize()` are.
 
     After an explicit `synchronize()`, `.grad` holds what `step()` will use: the averaged gradient during warm-up, the
-    averaged momentum afterwards. Clipping there bounds exactly that. `step()` alone leaves `.grad` of compressed
+    averaged momentum afterwards. Clipping there bounds exactly that; the option `local_clip_norm` bounds each rank's
+    own gradient instead, in both stages. `step()` alone leaves `.grad` of compressed
     parameters as backward made it.
 
     Args:
@@ -114,6 +115,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     _check_optimizer(optimizer, options_given)
     if grad_scaler is not None and isinstance(optimizer, ZeroOneAdam):
         raise scaler_with_local_steps()
+    if options_given.local_clip_norm is not None and (groups is not None or num_groups):
+        raise ValueError(
+            "groups are sent while backward runs, when the norm of all gradients is not known yet: leave out either "
+            "groups and num_groups, or local_clip_norm"
+        )
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step!r}")
     if transport is None:
@@ -302,6 +308,7 @@ class _OneBitMethods:
         self._onebit: Engine | None = None
         self._settings = settings
         self._late_hooks: dict[Tensor, Any] = {}
+        self._is_clipped = False  # while a step's own gradients are, and may be sent
         if settings.transport is not None:
             self._transport: Any = HostTransport(settings.transport)
             self._gradient_scale = 1.0
@@ -379,6 +386,8 @@ class _OneBitMethods:
         self._make_dense(p)
         if self._synchronized:
             self._abandon_step()  # before this backward's first bucket is compressed on top of it
+        if self._settings.options.local_clip_norm is not None and not self._is_clipped:
+            return None, None  # Horovod sends it in synchronize(): the norm is of all gradients, and some are to come
         if self._onebit is not None and self._onebit.is_compressed(p):
             self._onebit.gradient_is_ready(p)
             return self._onebit.finish, None  # a handle for Horovod's check of repeated backward passes; never called
@@ -462,8 +471,13 @@ class _OneBitMethods:
     def _exchange(self) -> None:
         assert self._onebit is not None
         self._watch()
-        self._onebit.begin()
-        self._inherited("synchronize")
+        self._onebit.clip_own_gradients()
+        self._is_clipped = True
+        try:
+            self._onebit.begin()
+            self._inherited("synchronize")
+        finally:
+            self._is_clipped = False
         self._onebit.finish()
         self._synchronized = True
 

@@ -16,7 +16,7 @@ from hvd_onebit.errors import FREEZE_FAILED, OneBitError, too_many_skips
 from hvd_onebit.hosts import HostGroups, Place, hierarchical_place
 from hvd_onebit.layout import Bucket, make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
-from hvd_onebit.rules import bias_correction
+from hvd_onebit.rules import bias_correction, clip_factor
 from hvd_onebit.schedule import FreezeSchedule
 from hvd_onebit.stage import frozen_variance
 from hvd_onebit.state import owed_by_parameter, share_errors, share_owed, take_shared_errors
@@ -193,6 +193,19 @@ class Engine:
 
     def gradient_is_ready(self, p: Tensor) -> None:
         """Called by backward for a compressed parameter, if the caller has hooks."""
+
+    @torch.no_grad()
+    def clip_own_gradients(self) -> None:
+        """Before `begin`: scales this rank's gradients down to `local_clip_norm`, if there is one."""
+        limit = self.options.local_clip_norm
+        if limit is None:
+            return
+        own = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = math.sqrt(sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in own))
+        factor = clip_factor(norm, limit * self._loss_scale())
+        if factor != 1.0:
+            for gradient in own:
+                gradient.mul_(factor)
 
     def finish(self) -> None:
         """Collective: completes the exchanges; the full-precision gradients are averaged by now."""

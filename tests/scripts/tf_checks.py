@@ -186,6 +186,22 @@ def custom_loop() -> None:
 
 
 @check
+def local_clipping() -> None:
+    """In a graph; with one rank's gradients far too large."""
+    trained, twins = variables(), variables()
+    optimizer = distribute(Adam(0.01), freeze_step=2, local_clip_norm=1.0)
+    twin = distribute(Adam(0.01), freeze_step=2)
+    for step in range(5):
+        own = [1e3 * (1 + hvd.rank()) * g for g in gradients(step, hvd.rank(), SHAPES)]
+        norm = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in own))
+        optimizer.apply([tf.constant(g, tf.float32) for g in own], trained)
+        twin.apply([tf.constant(g / norm, tf.float32) for g in own], twins)
+        assert_replicas(snapshot(trained), f"step {step}")
+    for mine, theirs in zip(snapshot(trained), snapshot(twins), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@check
 def what_was_read_before_stays_as_it_was() -> None:
     """Arrays are handed to TensorFlow and used again: never while anybody holds them."""
     trained = variables([(4096,), (33,), (64, 64)])

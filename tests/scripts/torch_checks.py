@@ -321,6 +321,35 @@ def synchronize_clip_skip_synchronize() -> None:
 
 
 @check
+def local_clipping() -> None:
+    """Hooks send nothing before the norm is known: as gradients that were clipped before anyone saw them."""
+    for passes in (1, 2):
+        params, twins = parameters(), parameters()
+        options = {"freeze_step": 2, "bucket_elements": 60, "backward_passes_per_step": passes}
+        optimizer = distribute(Adam(params, lr=0.01), local_clip_norm=0.5, **options)
+        twin = distribute(Adam(twins, lr=0.01), **{**options, "backward_passes_per_step": 1})
+        for step in range(6):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                backward(params, step)
+            own = [passes * gradient(step, hvd.rank(), i, p) for i, p in enumerate(twins)]
+            norm = torch.stack([g.double().square().sum() for g in own]).sum().sqrt()
+            for p, g in zip(twins, own, strict=True):
+                p.grad = g * float(0.5 / norm)
+            if step % 2:
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            twin.step()
+            assert_replicas(params, f"step {step}")
+            for mine, theirs in zip(params, twins, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        assert optimizer.stats.bytes_sent == twin.stats.bytes_sent
+
+
+@check
 def sum_predivide_compression_groups() -> None:
     """Horovod's other arguments: their effect in warm-up is Horovod's, replicas stay equal afterwards."""
     size = hvd.size()
