@@ -644,3 +644,84 @@ def test_the_defaults_are_those_of_the_torch_module() -> None:
         for key, theirs in inspect.signature(getattr(other, name)).parameters.items():
             if key in mine and key not in here:
                 assert mine[key].default == theirs.default, f"{name}, {key}"
+
+
+# -- variables that are left out ---------------------------------------------------------------------------------------
+
+TRAINED: dict[str, Make] = {
+    "AdamW": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "Lamb, weight decay": lambda: Lamb(0.01, weight_decay=0.1),
+    "SGD, weight decay": lambda: SGD(0.01, momentum=0.9, weight_decay=0.1),
+    "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.01), initial_scale=4.0),
+    "accumulation": lambda: keras.optimizers.AdamW(0.01, gradient_accumulation_steps=2),
+}
+
+
+def _train_some(optimizer: Any, trained: Sequence[Any], steps: Sequence[int], rank: int, left_out: int) -> None:
+    some = [(i, v) for i, v in enumerate(trained) if i != left_out]
+    for step in steps:
+        optimizer.apply([tf.constant(gradient(step, rank, i, tuple(v.shape))) for i, v in some], [v for _, v in some])
+
+
+@pytest.mark.parametrize("full_precision", [(), ("p0",)], ids=["compressed", "in full precision"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_variable_that_is_left_out_stays_where_it_is(name: str, full_precision: tuple[str, ...]) -> None:
+    """In both stages, as in Keras; a layer is frozen when the model is compiled again with the same optimizer."""
+
+    def work(transport: LocalTransport) -> list[Any]:
+        trained = variables(SHAPES)
+        optimizer = distribute(TRAINED[name](), transport, freeze_step=4, full_precision=full_precision)
+        optimizer.build(trained)
+        for steps, stage in ((range(4), WARM_UP), (range(4, 16), COMPRESSION)):
+            train(optimizer, trained, [*steps][:2], transport.rank)
+            before = snapshot(trained)
+            _train_some(optimizer, trained, [*steps][2:], transport.rank, left_out=0)
+            assert_bit_equal([snapshot(trained)[0]], before[:1], stage)
+            assert all((mine != theirs).any() for mine, theirs in zip(snapshot(trained)[1:], before[1:], strict=True))
+        assert optimizer.stats.bytes_sent[COMPRESSION]
+        before = snapshot(trained)
+        train(optimizer, trained, [20, 21], transport.rank)
+        assert (trained[0].numpy() != before[0]).all()
+        return snapshot(trained)
+
+    assert_replicas_equal(on_ranks(2, work))
+
+
+def test_ranks_that_leave_out_different_variables_all_raise() -> None:
+    def work(transport: LocalTransport) -> None:
+        trained = variables(SHAPES)
+        optimizer = distribute(keras.optimizers.Adam(0.01), transport, freeze_step=2)
+        optimizer.build(trained)
+        with pytest.raises(onebit.OneBitError, match="variables that are not trained"):
+            _train_some(optimizer, trained, [0], transport.rank, left_out=transport.rank)
+
+    on_ranks(2, work)
+
+
+def test_zero_one_adam_leaves_none_out() -> None:
+    def work(transport: LocalTransport) -> None:
+        trained = variables(SHAPES)
+        optimizer = distribute(onebit.ZeroOneAdam(0.01, var_freeze_step=2), transport)
+        optimizer.build(trained)
+        with pytest.raises(ValueError, match="an optimizer of their own"):
+            _train_some(optimizer, trained, [0], transport.rank, left_out=0)
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Lamb"])
+def test_an_optimizer_that_was_used_goes_on_with_more_backward_passes(name: str) -> None:
+    """The plain optimizer has no variables for the sum of gradients."""
+    plain, trained = FAMILY[name](), variables(SHAPES)
+    train(plain, trained, range(3), 0)
+    expected = {v.path.split("/")[-1]: v.numpy().copy() for v in plain.variables if "iteration" not in v.path}
+
+    def work(transport: LocalTransport) -> None:
+        optimizer = distribute(plain, transport, backward_passes_per_step=2, freeze_step=50)
+        mine = {v.path.split("/")[-1]: v.numpy() for v in optimizer.variables}
+        assert_bit_equal([mine[key] for key in expected], list(expected.values()))
+        assert int(optimizer.iterations) == 3
+        train(optimizer, trained, [3, 4], transport.rank)
+        assert int(optimizer.iterations) == 4
+
+    on_ranks(1, work)

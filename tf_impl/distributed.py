@@ -130,7 +130,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     one process. Afterwards no rank knows it, and each clips its own gradients before they are sent. The option
     `local_clip_norm` clips each rank's own in both stages.
 
-    Gradients that are None count as zero. Variables are those that the optimizer was built on, by `build`, by Keras, or
+    Gradients that are None count as zero: momentum and weight decay go on. Variables that `apply` is not given, such as
+    those of layers that were frozen before the model was compiled again, stay where they are, while their momentum
+    decays; 0/1 Adam refuses that. Variables are those that the optimizer was built on, by `build`, by Keras, or
     by the first `apply`: variables added later are refused.
 
     Args:
@@ -417,19 +419,21 @@ class _Distributed(_Base):
             with tf.init_scope():
                 self.build(list(trainable_variables))
         engine: CompressionEngine | None = self._engine.value
-        gradients = self._all_gradients(grads, trainable_variables)
+        gradients, held = self._all_gradients(grads, trainable_variables)
         if engine is None:
             super().apply(gradients, self._trainable_variables)
         elif tf.executing_eagerly() and engine.transport.runs_in_graph:
             # in a graph of its own: collectives get names of their own there, and run beside each other
             if self._steps.value is None:
                 self._steps = _Untracked(tf.function(self._apply_all, autograph=False))
-            self._steps.value(gradients)
+            self._steps.value(gradients, held)
         else:
-            self._apply_all(gradients)
+            self._apply_all(gradients, held)
 
-    def _all_gradients(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list[tf.Tensor]:
-        """A dense gradient for every variable that the optimizer was built on, in that order."""
+    def _all_gradients(
+        self, grads: Sequence[Any], variables: Sequence[Any] | None
+    ) -> tuple[list[tf.Tensor], tuple[int, ...]]:
+        """A dense gradient for every variable that the optimizer was built on, in that order; which were not given."""
         built: list[Any] = self._trainable_variables
         given = built if variables is None else list(variables)
         if len(given) != len(grads):
@@ -445,7 +449,8 @@ class _Distributed(_Base):
                     "change of layer.trainable."
                 )
             by_key[key] = gradient
-        return [self._dense(by_key.get(self._var_key(v)), native(v)) for v in built]
+        held = tuple(i for i, v in enumerate(built) if self._var_key(v) not in by_key)
+        return [self._dense(by_key.get(self._var_key(v)), native(v)) for v in built], held
 
     def _dense(self, gradient: Any, variable: tf.Variable) -> tf.Tensor:
         if gradient is None:
@@ -457,14 +462,14 @@ class _Distributed(_Base):
             )
         return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
 
-    def _apply_all(self, gradients: list[tf.Tensor]) -> tf.Tensor:
+    def _apply_all(self, gradients: list[tf.Tensor], held: Sequence[int]) -> tf.Tensor:
         """What Keras's `apply` does around the update: unscaling, accumulation, constraints, moving average."""
         if self.loss_scale_factor is not None:
             gradients = [g / self.loss_scale_factor for g in gradients]
         iterations = native(self._iterations)
         passes = self.gradient_accumulation_steps
         if not passes:
-            return self._update(gradients, iterations, 1)
+            return self._update(gradients, iterations, 1, held)
         accumulated = [native(v) for v in self._accumulated_gradients]
 
         def accumulate() -> tf.Tensor:
@@ -476,17 +481,22 @@ class _Distributed(_Base):
         def update() -> tf.Tensor:
             total = [g + variable for g, variable in zip(gradients, accumulated, strict=True)]
             mean = total if self._settings.value.sums_passes else [g / passes for g in total]
-            made = self._update(mean, iterations, passes)
+            made = self._update(mean, iterations, passes, held)
             for variable in accumulated:
                 variable.assign(tf.zeros_like(variable))
             return made
 
         return tf.cond((iterations + 1) % passes == 0, update, accumulate)
 
-    def _update(self, gradients: list[tf.Tensor], iterations: tf.Variable, passes: int) -> tf.Tensor:
-        made = self._engine.value.step(self._clip_own(gradients))
+    def _update(
+        self, gradients: list[tf.Tensor], iterations: tf.Variable, passes: int, held: Sequence[int]
+    ) -> tf.Tensor:
+        kept = [(variable, tf.identity(variable)) for variable in (native(self._trainable_variables[i]) for i in held)]
+        made = self._engine.value.step(self._clip_own(gradients), held)
 
         def commit() -> bool:
+            for variable, value in kept:
+                variable.assign(value)
             for variable in self._trainable_variables:
                 constraint = getattr(variable, "constraint", None)
                 if constraint is not None:
@@ -543,8 +553,13 @@ class _Distributed(_Base):
 
     def take_over(self, optimizer: Any) -> None:
         """Copies the state of the optimizer that this one was made of."""
-        for mine, theirs in zip(self.variables, optimizer.variables, strict=False):
+        passes = self.gradient_accumulation_steps
+        new = [] if not passes or optimizer.gradient_accumulation_steps else self._accumulated_gradients
+        variables = [v for v in self.variables if not any(v is each for each in new)]
+        for mine, theirs in zip(variables, optimizer.variables, strict=False):
             mine.assign(theirs)
+        if new:
+            self._iterations.assign(optimizer.iterations * passes)  # Keras counts passes
 
     def synchronize_for_checkpoint(self) -> None:
         """Collective: afterwards any rank's checkpoint alone restores a run on any number of ranks.
@@ -707,13 +722,18 @@ class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self.build(list(trainable_variables or []))
         inner = self.inner_optimizer
         engine: CompressionEngine | None = inner._engine.value
-        gradients = inner._all_gradients(grads, trainable_variables)
+        gradients, held = inner._all_gradients(grads, trainable_variables)
         if tf.executing_eagerly() and engine is not None and engine.transport.runs_in_graph:
             if self._steps.value is None:
-                self._steps = _Untracked(tf.function(super().apply, autograph=False))
-            self._steps.value(gradients)
+                self._steps = _Untracked(tf.function(self._apply_all, autograph=False))
+            self._steps.value(gradients, held)
         else:
-            super().apply(gradients)
+            self._apply_all(gradients, held)
+
+    def _apply_all(self, gradients: list[tf.Tensor], held: Sequence[int]) -> None:
+        given = [i for i in range(len(gradients)) if i not in set(held)]
+        variables = self.inner_optimizer._trainable_variables
+        super().apply([gradients[i] for i in given], [variables[i] for i in given])
 
     def synchronize_for_checkpoint(self) -> None:
         """Collective: as the inner optimizer's."""

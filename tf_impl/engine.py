@@ -10,6 +10,7 @@ import copy
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+_LEFT_OUT = "variables that are not trained"
 
 Array = npt.NDArray[Any]
 
@@ -168,8 +170,12 @@ class CompressionEngine:
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def step(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+    def step(self, gradients: Sequence[tf.Tensor], held: Sequence[int] = ()) -> tf.Tensor:
         """Collective: one update from this rank's gradients, one a variable, or none: bool, whether it was made.
+
+        Args:
+            gradients: one a variable.
+            held: variables that the caller will put back to what they were: ranks have to agree on them.
 
         Raises:
             OneBitError: ranks disagree, or too many steps were skipped in a row; the same on every rank. Inside a graph
@@ -179,7 +185,7 @@ class CompressionEngine:
         step = tf.identity(native(self._optimizer.iterations))
         lr = tf.reshape(tf.cast(tf.convert_to_tensor(native(self._optimizer.learning_rate)), tf.float32), [])
         table = tf.identity(native(self.table))
-        agreed = self._agree(step, lr, table)
+        agreed = self._agree(step, lr, table, held)
         with tf.control_dependencies([agreed]):
             compresses = tf.reduce_any(table[FROZEN_STEP] != 0)
         finite = tf.cond(
@@ -323,34 +329,35 @@ class CompressionEngine:
 
     # -- agreement ---------------------------------------------------------------------------------------------------
 
-    def _agree(self, step: tf.Tensor, lr: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
+    def _agree(self, step: tf.Tensor, lr: tf.Tensor, table: tf.Tensor, held: Sequence[int] = ()) -> tf.Tensor:
         """Collective: compares a digest of the ranks' state; where it differs, every rank raises the same error.
 
         Nothing else may be under way: an operation that waits for a rank which has stopped never ends.
         """
         if self.transport.size == 1:
             return tf.constant(True)
-        own = on_host(self._token, [step, lr, table], tf.uint8)
+        left_out = [self._names[i] for i in held]
+        own = on_host(partial(self._token, left_out), [step, lr, table], tf.uint8)
         frames = self.transport.gather_frames(own, name="agreement.digest")
         digests = tf.reshape(frames, [self.transport.size, -1])
         same = tf.reduce_all(digests == digests[:1])
 
         def raise_everywhere() -> tf.Tensor:
-            fields = on_host(self._encoded_fields, [step, lr, table], tf.uint8)
+            fields = on_host(partial(self._encoded_fields, left_out), [step, lr, table], tf.uint8)
             return on_host(
                 _raise_disagreement, [self.transport.gather_frames(fields, name="agreement.fields")], tf.bool
             )
 
         return tf.cond(same, lambda: True, raise_everywhere)
 
-    def _token(self, step: Any, lr: Any, table: Any) -> Array:
+    def _token(self, left_out: Sequence[str], step: Any, lr: Any, table: Any) -> Array:
         self._refuse_if_ended()
         self._errors_are_shared = False
-        fields = {"static": self._static_digest, **self._dynamic_fields(step, lr, table)}
+        fields = {"static": self._static_digest, _LEFT_OUT: left_out, **self._dynamic_fields(step, lr, table)}
         return np.frombuffer(digest(fields), np.uint8)
 
-    def _encoded_fields(self, step: Any, lr: Any, table: Any) -> Array:
-        fields = {**self._static_fields, **self._dynamic_fields(step, lr, table)}
+    def _encoded_fields(self, left_out: Sequence[str], step: Any, lr: Any, table: Any) -> Array:
+        fields = {**self._static_fields, _LEFT_OUT: left_out, **self._dynamic_fields(step, lr, table)}
         return np.frombuffer(encode_fields(fields), np.uint8)
 
     def _refuse_if_ended(self) -> None:

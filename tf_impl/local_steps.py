@@ -140,15 +140,23 @@ class LocalStepsEngine(CompressionEngine):
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def step(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+    def step(self, gradients: Sequence[tf.Tensor], held: Sequence[int] = ()) -> tf.Tensor:
         """One update from this rank's gradients: bool, whether it was made. Collective in steps with a round.
 
         Raises:
+            ValueError: some variables are held: between two synchronisations their values differ from rank to rank.
             OneBitError: ranks disagree, or gradients were not finite for too many steps in a row; the same on every
                 rank. Inside a graph TensorFlow raises tf.errors.UnknownError with the same text.
         """
         if not self._takes_local_steps:
-            return super().step(gradients)
+            return super().step(gradients, held)
+        if held:
+            names = ", ".join(self._names[i] for i in held[:8])
+            raise ValueError(
+                f"0/1 Adam was built on variables that apply() was not given ({names}), and cannot leave them out: "
+                "ranks may be between two synchronisations. Train them with an optimizer of their own, or compile the "
+                "model again with a new one after a change of layer.trainable."
+            )
         self._tell_once()
         own = [native(v) for v in (self.table, self.rounds, self.schedule, self.floors)]
         lr = tf.cast(tf.convert_to_tensor(native(self._optimizer.learning_rate)), tf.float32)
