@@ -17,7 +17,7 @@ from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.hosts import HostGroups
 from hvd_onebit.transport import Pending
 
-__all__ = ["Collectives", "owed_by_parameter", "share_errors", "share_owed", "take_shared_errors"]
+__all__ = ["Collectives", "owed_by_parameter", "share_errors", "share_owed", "take_shared_errors", "weight_of_owed"]
 
 
 class Collectives(Protocol[Array]):
@@ -182,3 +182,20 @@ def share_owed(
     if exchange.server_error is not None:
         exchange.server_error[:] = 0.0
     return mean
+
+
+def weight_of_owed(mine: Mapping[str, Any], root: Mapping[str, Any], *, rank: int, size: int) -> float:
+    """By what this rank's part of what is owed is multiplied, in a mean over the `size` ranks of a new world.
+
+    Args:
+        mine: of this rank: "step", "size" of the world in which its errors arose, whether they are "shared", and
+            whether it "owes" anything.
+        root: the same of rank 0.
+        rank: this rank now.
+        size: ranks now.
+    """
+    if root["shared"]:
+        return float(size) if rank == 0 else 0.0
+    # errors of another step are not those that rank 0's parameters still lack
+    counts = mine["owes"] and (mine["step"], mine["size"], mine["shared"]) == (root["step"], root["size"], False)
+    return size / root["size"] if counts else 0.0

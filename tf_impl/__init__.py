@@ -7,6 +7,8 @@ model.fit(..., callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 from __future__ import annotations
 
+from typing import Any
+
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.tensorflow import callbacks
 from hvd_onebit.tensorflow.distributed import DistributedOptimizer
@@ -22,3 +24,12 @@ __all__ = [
     "ZeroOneAdam",
     "callbacks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`elastic`, as horovod.tensorflow has it: its module needs Horovod, so it is imported when it is asked for."""
+    if name == "elastic":
+        import importlib
+
+        return importlib.import_module("hvd_onebit.tensorflow.elastic")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ and Keras's progress bar, see the metrics as these leave them.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -19,7 +20,7 @@ from hvd_onebit.stats import COMPRESSION, WARM_UP
 from hvd_onebit.tensorflow.distributed import is_distributed
 from hvd_onebit.tensorflow.engine import native
 
-__all__ = ["BroadcastGlobalVariablesCallback", "CompressionMonitor", "MetricAverageCallback"]
+__all__ = ["BroadcastGlobalVariablesCallback", "CompressionMonitor", "MetricAverageCallback", "broadcast_variables"]
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -77,29 +78,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         self._done = True
-        hvd, process_set = _horovod(self._process_set)
-        variables = [native(v) for v in (*self.model.weights, *self.model.optimizer.variables)]
-        shapes = repr([(tuple(v.shape), v.dtype.name) for v in variables]).encode()
-        digests = hvd.allgather(
-            tf.constant([zlib.crc32(shapes)], tf.int64), name="onebit.broadcast.shapes", process_set=process_set
-        ).numpy()
-        if len(set(digests.tolist())) > 1:
-            raise OneBitError("the ranks' models or optimizers differ in their variables: build the same on every rank")
-
-        # not by hvd.broadcast_variables: its names hold those that Keras counts up, "adam_2" may be "adam_1" elsewhere
-        @tf.function(autograph=False)
-        def broadcast() -> None:
-            for i, variable in enumerate(variables):
-                value = hvd.broadcast(
-                    variable,
-                    self._root_rank,
-                    name=f"onebit.broadcast.{i}",
-                    ignore_name_scope=True,
-                    process_set=process_set,
-                )
-                variable.assign(value)
-
-        broadcast()
+        _, process_set = _horovod(self._process_set)
+        broadcast_variables([*self.model.weights, *self.model.optimizer.variables], self._root_rank, process_set)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -149,6 +129,34 @@ class CompressionMonitor(keras.callbacks.Callback):
         logs["onebit_stage"] = float(stats.stage == COMPRESSION)
         logs["onebit_bytes"] = float(sent)
         logs["onebit_ratio"] = stats.uncompressed_bytes_per_step / sent if sent else 1.0
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: Any) -> None:
+    """Collective: gives every rank the values of one.
+
+    Raises:
+        OneBitError: on all ranks, when the variables differ in number, shape or dtype.
+    """
+    import horovod.tensorflow as hvd
+
+    variables = [native(v) for v in variables]
+    shapes = repr([(tuple(v.shape), v.dtype.name) for v in variables]).encode()
+    digests = hvd.allgather(
+        tf.constant([zlib.crc32(shapes)], tf.int64), name="onebit.broadcast.shapes", process_set=process_set
+    ).numpy()
+    if len(set(digests.tolist())) > 1:
+        raise OneBitError("the ranks' models or optimizers differ in their variables: build the same on every rank")
+
+    # not by hvd.broadcast_variables: its names hold those that Keras counts up, "adam_2" may be "adam_1" elsewhere
+    @tf.function(autograph=False)
+    def broadcast() -> None:
+        for i, variable in enumerate(variables):
+            value = hvd.broadcast(
+                variable, root_rank, name=f"onebit.broadcast.{i}", ignore_name_scope=True, process_set=process_set
+            )
+            variable.assign(value)
+
+    broadcast()
 
 
 def _horovod(process_set: Any) -> tuple[Any, Any]:

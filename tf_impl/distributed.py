@@ -32,7 +32,7 @@ from hvd_onebit.tensorflow.rules import AdamRule, LambRule, Rule, SgdRule
 from hvd_onebit.tensorflow.transport import HorovodTransport, HostTransport, TensorTransport
 from hvd_onebit.transport import Transport
 
-__all__ = ["DistributedOptimizer", "is_distributed"]
+__all__ = ["DistributedOptimizer", "forget_names", "is_distributed"]
 
 _instances: Counter[str] = Counter()  # optimizers that were traced, by process set: part of their collectives' names
 _STORE_PREFIX = "onebit."
@@ -299,6 +299,11 @@ def _name_in(known: dict[str, Any], value: Any) -> str:
         if each == value:
             return name
     raise TypeError(f"{value!r} cannot be saved with a model: only {', '.join(known)} can")
+
+
+def forget_names() -> None:
+    """Counts optimizers from the start again: Horovod has been initialised anew, and newcomers start at one."""
+    _instances.clear()
 
 
 def _next_name(process_set: Any) -> str:

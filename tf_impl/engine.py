@@ -637,6 +637,8 @@ class CompressionEngine:
             size: ranks of that world.
             weight: 0 when this rank has no part in it.
         """
+        if self.stats.stage != COMPRESSION:
+            return  # it was settled, or there is nothing
         owed = owed_by_parameter(errors, size) if weight else {}
         for bucket in self._buckets:
             with bucket.errors_on_host() as exchange:

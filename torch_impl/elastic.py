@@ -9,7 +9,6 @@ Horovod's own state object would give rank 0's compression errors to every rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from horovod.torch.elastic.state import StateHandler
 from torch import Tensor
 
 from hvd_onebit import notices
+from hvd_onebit.state import weight_of_owed
 from hvd_onebit.torch.distributed import forget_names
 
 __all__ = ["OptimizerStateHandler", "TorchState"]
@@ -134,7 +134,7 @@ class OptimizerStateHandler(StateHandler):
         root, state = _broadcast((mine, state), self._name)
         if hvd.rank() != 0:
             self.value.load_state_dict(state)
-        weight = _weight(mine, root)
+        weight = weight_of_owed(mine, root, rank=hvd.rank(), size=hvd.size())
         engine.share_owed(errors["errors"], errors["size"], weight)
         given = sum(hvd.allgather_object(bool(weight), name=f"{self._name}.given"))
         if hvd.rank() == 0 and root["owes"] and not root["shared"] and given < root["size"]:
@@ -148,15 +148,6 @@ class OptimizerStateHandler(StateHandler):
                 "leave process_set and transport out of DistributedOptimizer"
             )
         self.value._enter_world(f"onebit.elastic.{self._name}", old)
-
-
-def _weight(mine: Mapping[str, Any], root: Mapping[str, Any]) -> float:
-    """By what this rank's part of what is owed is multiplied, in a mean over the ranks of today."""
-    if root["shared"]:
-        return float(hvd.size()) if hvd.rank() == 0 else 0.0
-    # errors of another step are not those that rank 0's parameters still lack
-    counts = mine["owes"] and (mine["step"], mine["size"], mine["shared"]) == (root["step"], root["size"], False)
-    return hvd.size() / root["size"] if counts else 0.0
 
 
 @dataclass(frozen=True)
