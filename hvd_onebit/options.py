@@ -46,7 +46,7 @@ class CompressionOptions:
         scale: "rms" (||z||_2/sqrt(d), the 1-bit Adam paper) or "mean" (||z||_1/d, the 0/1 Adam paper).
         block: elements that share one scale, or "tensor" for one scale a tensor.
         space: "momentum" sends the momentum, as the papers do; "update" sends it divided by the root of the frozen
-            variance, so that all coordinates have comparable magnitude (Adam only).
+            variance, so that all coordinates have comparable magnitude (Adam and LAMB).
         dead: "floor" lifts the frozen variance to `variance_floor` times its tensor's mean; "hold" keeps coordinates
             whose variance is zero exactly where they are, and lifts the others.
         variance_floor: the floor's height, relative to the mean of the tensor's variance; 0 for none.

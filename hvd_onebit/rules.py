@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ __all__ = [
     "lamb_step",
     "lamb_update",
     "ordered_norm",
+    "refuse_update_space",
     "true_average",
 ]
 
@@ -294,6 +295,14 @@ _NORM_CHUNK = 1 << 16  # elements whose float64 copy stays in the cache
 
 
 # what cannot be served, said in one place for all frameworks
+
+
+def refuse_update_space(optimizer: str) -> NoReturn:
+    """Raises ValueError: space="update" is for rules with a frozen variance."""
+    raise ValueError(
+        f'space="update" divides what is sent by the root of a frozen variance: SGD has none, and that of 0/1 Adam is '
+        f'updated while errors are owed, so {optimizer} takes space="momentum" only'
+    )
 
 
 def check_range(name: str, value: float, least: float, *, below: float | None = None) -> None:

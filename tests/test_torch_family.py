@@ -448,7 +448,7 @@ def test_lamb_tells_its_trust_ratios() -> None:
         (lambda ps: onebit.OneBitLamb(ps, max_coef=3.0), "max_coef"),
         (lambda ps: onebit.OneBitLamb(ps, factor_min=5.0), "factor_min"),
         (lambda ps: onebit.Lamb(ps, betas=(0.9, 1.0)), r"betas\[1\]"),
-        (lambda ps: onebit.OneBitLamb(ps, space="update"), "1-bit Adam"),
+        (lambda ps: onebit.OneBitSGD(ps, space="update"), 'takes space="momentum" only'),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(make: Make, message: str) -> None:
@@ -457,3 +457,19 @@ def test_what_cannot_be_served_is_refused_with_the_reason(make: Make, message: s
 
     with pytest.raises((ValueError, TypeError), match=message):
         run_ranks(1, work)
+
+
+def test_lamb_in_update_space_is_lamb() -> None:
+    """With one scale an element nothing is lost, so that it does not matter what is sent."""
+
+    def trained(space: str) -> list[np.ndarray[Any, Any]]:
+        make = lambda ps: onebit.OneBitLamb(  # noqa: E731
+            ps, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, freeze_step=FREEZE, block=1, space=space
+        )
+        replicas = train(make, 2)
+        for mine, theirs in zip(*replicas, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        return replicas[0]
+
+    for one, other in zip(trained("momentum"), trained("update"), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)

@@ -32,6 +32,7 @@ from hvd_onebit.rules import (
     lamb_step,
     lamb_update,
     ordered_norm,
+    refuse_update_space,
     true_average,
 )
 from hvd_onebit.stage import FROZEN_STEP, VARIANCE_STEPS, thaw_ratio
@@ -120,8 +121,8 @@ class AdamRule:
         """Raises TypeError or ValueError for an optimizer or options that cannot be served."""
         if options.freeze_step == 0 and cls.has_variance:
             raise ValueError("freeze_step=0 leaves no variance to freeze: it must be at least 1")
-        if options.space == "update" and cls is not AdamRule:
-            raise ValueError(f'space="update" is for 1-bit Adam, not for {type(optimizer).__name__}')
+        if options.space == "update" and cls not in (AdamRule, LambRule):
+            refuse_update_space(type(optimizer).__name__)
         for name in cls.hyperparameters:
             value = getattr(optimizer, name)
             if not isinstance(value, (int, float)):
@@ -370,7 +371,9 @@ class LambRule(AdamRule):
         return scalars
 
     def settle(self, index: int, owed: Floats, moment: Moment) -> bool:
-        return super().settle(index, owed / np.float32(moment.scalars[SCALING, index]), moment)
+        if self.options.space == "momentum":
+            owed = owed / np.float32(moment.scalars[SCALING, index])
+        return super().settle(index, owed, moment)
 
     def thaw(self, index: int, *, step: int, variance_steps: int, fresh: Any) -> None:
         # v' has been kept up to date all along
@@ -399,8 +402,9 @@ class LambRule(AdamRule):
             bias_corrected=self.bias_corrected,
         )
         decay = 1.0 - moment.lr * self.weight_decays[index]
-        # one that's not frozen yet has none
-        return LambNumbers(**vars(numbers), scaling=float(moment.scalars[SCALING, index]) or 1.0, decay=decay)
+        # one that's not frozen yet has none; in the update space all tensors are of comparable magnitude
+        scaling = 1.0 if self.options.space == "update" else float(moment.scalars[SCALING, index]) or 1.0
+        return LambNumbers(**vars(numbers), scaling=scaling, decay=decay)
 
     def to_send(self, gradient: Any, momentum: Any, variance: Any, numbers: Any, arrays: Arrays) -> Any:
         return super().to_send(gradient, momentum, variance, numbers, arrays) * numbers.scaling
@@ -410,6 +414,8 @@ class LambRule(AdamRule):
     ) -> Tensors:
         x = self._decayed(index, tensors.parameter, numbers)
         held = variance == 0 if self.options.dead == "hold" else None
+        if self.options.space == "update":
+            averaged = averaged * denominator(variance, numbers, arrays.sqrt)
         new = lamb_update(
             x,
             tensors.momentum,

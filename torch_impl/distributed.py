@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hvd_onebit.errors import OneBitError, scaler_with_local_steps
 from hvd_onebit.options import CompressionOptions, options_from, refuse_freeze_step
+from hvd_onebit.rules import refuse_update_space
 from hvd_onebit.stats import WARM_UP, Stats, ring_allreduce_bytes
 from hvd_onebit.torch.engine import FORMAT_VERSION, CompressionEngine, Engine
 from hvd_onebit.torch.local_steps import LocalStepsEngine, LocalStepsRule
@@ -174,8 +175,8 @@ def _check_optimizer(optimizer: Any, options: CompressionOptions) -> None:
     rule = _RULES[type(optimizer)][1]
     if options.freeze_step == 0 and not issubclass(rule, SgdRule):
         raise ValueError("freeze_step=0 leaves no variance to freeze: it must be at least 1")
-    if options.space == "update" and rule is not AdamRule:
-        raise ValueError(f'space="update" is for 1-bit Adam, not for {type(optimizer).__name__}')
+    if options.space == "update" and rule not in (AdamRule, LambRule):
+        refuse_update_space(type(optimizer).__name__)
     for group in optimizer.param_groups:
         rule(options).check_group(group)
     for p in (p for group in optimizer.param_groups for p in group["params"]):

@@ -422,7 +422,7 @@ class LambRule(AdamRule):
         return changes
 
     def settle(self, group: Group, state: State, owed: Tensor) -> bool:
-        return super().settle(group, state, owed / state["scaling"])
+        return super().settle(group, state, owed if self.options.space == "update" else owed / state["scaling"])
 
     def thaw(self, group: Group, state: State) -> None:
         # v' has been kept up to date all along
@@ -433,12 +433,18 @@ class LambRule(AdamRule):
         return None
 
     def prepare(self, bucket: CompressedBucket, states: Any) -> None:
+        if self.options.space == "update":  # where all tensors are of comparable magnitude: no scaling
+            super().prepare(bucket, states)
+            return
         beta1 = bucket.group["betas"][0]
         bucket.values.mul_(1.0 - beta1).add_(self.momentum_of(bucket, states) * beta1)
         for p, view in zip(bucket.parameters, bucket.views(bucket.values), strict=True):
             view.mul_(states[p]["scaling"])
 
     def restore(self, bucket: CompressedBucket, flat: Tensor, states: Any) -> None:
+        if self.options.space == "update":
+            super().restore(bucket, flat, states)
+            return
         for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
             view.div_(states[p]["scaling"])
 
