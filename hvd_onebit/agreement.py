@@ -15,7 +15,15 @@ from typing import Any, NoReturn
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.transport import Pending, Transport
 
-__all__ = ["Agreement", "check_fields", "digest", "encode_fields", "raise_disagreement", "raise_if_any_failed"]
+__all__ = [
+    "PARAMETERS",
+    "Agreement",
+    "check_fields",
+    "digest",
+    "encode_fields",
+    "raise_disagreement",
+    "raise_if_any_failed",
+]
 
 _DIGEST_BYTES = 16
 
@@ -51,10 +59,15 @@ def check_fields(encoded: Sequence[bytes]) -> None:
         raise OneBitError(
             "the ranks disagree, so training was stopped on all of them before anything was mixed up:\n"
             + "\n".join(differences)
-            + "\nEvery rank must build the same model and optimizer, start from the same parameters, and restore the "
-            "same checkpoint: on all ranks, or on one followed by broadcast_optimizer_state. Gradients may be clipped "
-            "or changed only after synchronize(). End the process: collectives of this step are still under way."
+            + "\nEvery rank must build the same model and optimizer, start from the same parameters (broadcast them "
+            "from one rank, by hvd.broadcast_parameters or the callback BroadcastGlobalVariablesCallback), and restore "
+            "the same checkpoint: on all ranks, or on one followed by broadcast_optimizer_state. Gradients may be "
+            "clipped or changed only after synchronize(). End the process: this step's collectives are still under way."
         )
+
+
+PARAMETERS = "checksum of the parameters"
+"""The field that tells ranks apart which start from other parameters, where somebody forgot to broadcast them."""
 
 
 def raise_disagreement(encoded: Sequence[bytes]) -> NoReturn:

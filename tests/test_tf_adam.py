@@ -603,3 +603,21 @@ def test_a_pattern_without_match_is_said(caplog: pytest.LogCaptureFixture) -> No
     on_ranks(2, work)
     assert caplog.text.count("'*.bais'") == 1
     assert "'p1'" not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_that_were_never_broadcast_are_found(dtype: str) -> None:
+    """Before the second step, since a model that is not built before the first is broadcast after it."""
+
+    def work(transport: LocalTransport) -> str:
+        trained = variables(seed=transport.rank, dtype=dtype)
+        optimizer = distribute(Adam(0.01), transport, freeze_step=5, check_every=0)
+        train(optimizer, trained, range(1), transport.rank)
+        with pytest.raises(onebit.OneBitError) as caught:
+            train(optimizer, trained, range(1, 2), transport.rank)
+        return str(caught.value)
+
+    errors = on_ranks(2, work)
+    assert len(set(errors)) == 1
+    assert "checksum of the parameters" in errors[0]
+    assert "BroadcastGlobalVariablesCallback" in errors[0]

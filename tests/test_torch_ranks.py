@@ -305,24 +305,51 @@ def test_a_momentum_that_differs_is_found_by_the_checksum() -> None:
     assert "checksum" in errors[0]
 
 
-def test_parameters_that_differ_at_the_freeze_are_found() -> None:
-    """Replicas that were never made equal have other gradients' averages, but the same variance: no false alarm."""
-
-    def work(transport: LocalTransport) -> None:
+def test_parameters_that_were_never_broadcast_are_found() -> None:
+    def work(transport: LocalTransport) -> str:
         params = parameters(seed=transport.rank)
-        train(distribute(Adam(params), transport, freeze_step=2), params, range(5), transport.rank)
+        optimizer = distribute(Adam(params), transport, freeze_step=2, check_every=0)
+        with pytest.raises(OneBitError) as caught:
+            train(optimizer, params, range(1), transport.rank)
+        assert_bit_equal(params, parameters(seed=transport.rank))
+        return str(caught.value)
 
-    on_ranks(2, work)
+    errors = on_ranks(2, work)
+    assert len(set(errors)) == 1
+    assert "checksum of the parameters" in errors[0]
+    assert "hvd.broadcast_parameters" in errors[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_parameters_that_part_later_are_found(dtype: torch.dtype) -> None:
+    """A model that was restored on one rank only, or changed by hand."""
+
+    def work(transport: LocalTransport) -> str:
+        params = parameters(dtype=dtype)
+        optimizer = distribute(Adam(params, lr=1e-3), transport, freeze_step=2, check_every=2)
+        train(optimizer, params, range(5), transport.rank)
+        with torch.no_grad():
+            params[2][3, 1] += transport.rank
+        with pytest.raises(OneBitError) as caught:
+            train(optimizer, params, range(5, 9), transport.rank)
+        return str(caught.value)
+
+    errors = on_ranks(2, work)
+    assert len(set(errors)) == 1
+    assert "checksum of the parameters" in errors[0]
 
 
 def test_a_variance_that_differs_at_the_freeze_is_found() -> None:
-    """Weight decay on parameters that were never broadcast: each rank would freeze a variance of its own."""
+    """With weight decay on parameters that have parted each rank would freeze a variance of its own."""
 
     def work(transport: LocalTransport) -> str:
-        params = parameters(seed=transport.rank)
-        optimizer = distribute(Adam(params, weight_decay=0.1), transport, freeze_step=2, check_every=0)
+        params = parameters()
+        optimizer = distribute(Adam(params, weight_decay=0.1), transport, freeze_step=3, check_every=0)
+        train(optimizer, params, range(1), transport.rank)
+        with torch.no_grad():
+            params[0].add_(transport.rank)
         with pytest.raises(OneBitError) as caught:
-            train(optimizer, params, range(5), transport.rank)
+            train(optimizer, params, range(1, 5), transport.rank)
         return str(caught.value)
 
     errors = on_ranks(2, work)

@@ -10,7 +10,7 @@ import copy
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvd_onebit import notices
-from hvd_onebit.agreement import digest, encode_fields, raise_disagreement
+from hvd_onebit.agreement import PARAMETERS, digest, encode_fields, raise_disagreement
 from hvd_onebit.codec import HostCodec
 from hvd_onebit.errors import OneBitError, too_many_skips
 from hvd_onebit.layout import make_buckets
@@ -337,28 +337,42 @@ class CompressionEngine:
         if self.transport.size == 1:
             return tf.constant(True)
         left_out = [self._names[i] for i in held]
-        own = on_host(partial(self._token, left_out), [step, lr, table], tf.uint8)
+        given = [step, lr, table, self._parameters_checksum(step)]
+        own = on_host(partial(self._token, left_out), given, tf.uint8)
         frames = self.transport.gather_frames(own, name="agreement.digest")
         digests = tf.reshape(frames, [self.transport.size, -1])
         same = tf.reduce_all(digests == digests[:1])
 
         def raise_everywhere() -> tf.Tensor:
-            fields = on_host(partial(self._encoded_fields, left_out), [step, lr, table], tf.uint8)
+            fields = on_host(partial(self._encoded_fields, left_out), given, tf.uint8)
             return on_host(
                 _raise_disagreement, [self.transport.gather_frames(fields, name="agreement.fields")], tf.bool
             )
 
         return tf.cond(same, lambda: True, raise_everywhere)
 
-    def _token(self, left_out: Sequence[str], step: Any, lr: Any, table: Any) -> Array:
+    def _parameters_checksum(self, step: tf.Tensor) -> tf.Tensor:
+        """Of all variables before the second step: a model that was not built is broadcast after the first."""
+
+        def compute(*values: Any) -> Any:
+            return np.int64(reduce(lambda crc, value: zlib.crc32(value.tobytes(), crc), values, 0))
+
+        def checksum() -> tf.Tensor:
+            values = [tf.bitcast(tf.cast(v, tf.float32), tf.int32) for v in self._variables if v.dtype.is_floating]
+            return tf.ensure_shape(on_host(compute, values, tf.int64), [])
+
+        return tf.cond(step == 1, checksum, lambda: tf.constant(0, tf.int64))
+
+    def _token(self, left_out: Sequence[str], *agreed: Any) -> Array:
         self._refuse_if_ended()
         self._errors_are_shared = False
-        fields = {"static": self._static_digest, _LEFT_OUT: left_out, **self._dynamic_fields(step, lr, table)}
-        return np.frombuffer(digest(fields), np.uint8)
+        return np.frombuffer(digest({"static": self._static_digest, **self._fields_now(left_out, *agreed)}), np.uint8)
 
-    def _encoded_fields(self, left_out: Sequence[str], step: Any, lr: Any, table: Any) -> Array:
-        fields = {**self._static_fields, _LEFT_OUT: left_out, **self._dynamic_fields(step, lr, table)}
-        return np.frombuffer(encode_fields(fields), np.uint8)
+    def _encoded_fields(self, left_out: Sequence[str], *agreed: Any) -> Array:
+        return np.frombuffer(encode_fields({**self._static_fields, **self._fields_now(left_out, *agreed)}), np.uint8)
+
+    def _fields_now(self, left_out: Sequence[str], step: Any, lr: Any, table: Any, parameters: Any) -> dict[str, Any]:
+        return {_LEFT_OUT: left_out, PARAMETERS: int(parameters), **self._dynamic_fields(step, lr, table)}
 
     def _refuse_if_ended(self) -> None:
         """A graph holds the numbers of the world that it was traced in."""

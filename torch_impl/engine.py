@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvd_onebit import notices
-from hvd_onebit.agreement import Agreement, digest, raise_if_any_failed
+from hvd_onebit.agreement import PARAMETERS, Agreement, digest, raise_if_any_failed
 from hvd_onebit.errors import FREEZE_FAILED, OneBitError, too_many_skips
 from hvd_onebit.hosts import HostGroups, Place, hierarchical_place
 from hvd_onebit.layout import Bucket, make_buckets
@@ -452,6 +453,8 @@ class Engine:
                 fields[f"{name} of group {i}"] = [float(v) for v in value] if name == "betas" else float(value)
             for name in self._rule.switches:
                 fields[f"{name} of group {i}"] = bool(group.get(name, name == "bias_correction"))
+        if self.step == 0:
+            fields[PARAMETERS] = functools.reduce(lambda crc, p: zlib.crc32(_bytes(p), crc), self.parameters(), 0)
         fields["parameters that are trained"] = "".join("01"[p.requires_grad] for p in self.parameters())
         return {**fields, **self._checksums}
 
@@ -478,10 +481,14 @@ class Engine:
             return
         sample = 0
         for p in self.parameters():
+            sample = zlib.crc32(_first_bytes(p), sample)
+        self._set_checksums({PARAMETERS: sample})
+        sample = 0
+        for p in self.parameters():
             momentum = self._states()[p].get(self._rule.momentum_key)
             if momentum is not None and not self.is_compressed(p):
                 sample = zlib.crc32(_first_bytes(momentum), sample)
-        self._set_checksums({"checksum of the momentum": sample})
+        self._set_checksums({**self._checksums, "checksum of the momentum": sample})
         if self._buckets:
             checksum = 0
             for bucket in self._all_buckets():
@@ -960,6 +967,12 @@ def floor_variance(variance: Tensor, options: CompressionOptions) -> tuple[Tenso
 def _first_bytes(tensor: Tensor) -> bytes:
     """Enough of a tensor to see that replicas have parted, little enough to cost nothing."""
     return tensor.detach().reshape(-1)[:4096].float().cpu().numpy().tobytes()
+
+
+def _bytes(p: Tensor) -> Any:
+    # bfloat16 has no NumPy type; bits are bits
+    flat = p.detach().reshape(-1).cpu().contiguous()
+    return flat.view(torch.uint8).numpy() if flat.numel() else b""
 
 
 def all_finite(gradients: Sequence[Tensor | None]) -> bool:
