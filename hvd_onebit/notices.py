@@ -83,18 +83,18 @@ def nothing_to_compress(reason: str) -> None:
     log.warning("compression was asked for but nothing will be compressed: %s", reason)
 
 
-def frozen(stats: Stats) -> None:
-    """Said at every freeze."""
+def frozen(stats: Stats, *, has_variance: bool) -> None:
+    """Said at every freeze, and where rules without a variance start to compress."""
     names = stats.full_precision_names
+    dead = f"; dead coordinates (variance zero): {stats.dead_elements}, lifted by the floor: {stats.floored_elements}"
     log.info(
-        "step %d: variance frozen, compression starts: %d elements as one bit, %d in full precision%s; dead "
-        "coordinates (variance zero): %d, lifted by the floor: %d",
+        "step %d: %scompression starts: %d elements as one bit, %d in full precision%s%s",
         stats.step,
+        "variance frozen, " if has_variance else "",
         stats.compressed_elements,
         stats.full_precision_elements,
         f" ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})" if names else "",
-        stats.dead_elements,
-        stats.floored_elements,
+        dead if has_variance else "",
     )
 
 
@@ -173,7 +173,8 @@ def resumed(step: int, frozen_step: int) -> None:
 
 def local_steps(var_freeze_step: int | str) -> None:
     """Said once by 0/1 Adam, which has no warm-up."""
-    log.info("0/1 Adam: compressed from the first step on; its variance is updated until step %s", var_freeze_step)
+    until = "it has settled" if var_freeze_step == "auto" else f"step {var_freeze_step}"
+    log.info("0/1 Adam: compressed from the first step on; its variance is updated until %s", until)
 
 
 def without_variance(names: list[str]) -> None:

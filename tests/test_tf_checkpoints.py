@@ -259,3 +259,27 @@ def test_the_log_tells_the_stages(caplog: pytest.LogCaptureFixture) -> None:
     on_ranks(2, work)
     assert caplog.text.count("warm-up: 1 steps in full precision, then compression") == 1
     assert caplog.text.count("step 1: variance frozen, compression starts: 273 elements as one bit") == 1
+
+
+def test_the_log_tells_of_a_resume_and_of_errors_that_are_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """As in torch: on every rank that loses something."""
+    caplog.set_level(logging.INFO, "hvd_onebit")
+    saved: dict[str, Any] = {}
+
+    def work(transport: LocalTransport) -> None:
+        optimizer, trained = _make(transport, freeze_step=2)
+        train(optimizer, trained, range(4), transport.rank)
+        if transport.rank == 0:
+            optimizer.save_own_variables(saved)
+
+    def resume(transport: LocalTransport) -> None:
+        optimizer, trained = _make(transport, freeze_step=2)
+        optimizer.load_own_variables(saved)
+        train(optimizer, trained, [4], transport.rank)
+
+    on_ranks(2, work)
+    caplog.clear()
+    on_ranks(2, resume)
+    assert caplog.text.count("resumed at step 4 in the compression stage (variance frozen at step 2)") == 1
+    assert caplog.text.count("saved by rank 0 of 2, restored on rank 1 of 2") == 1
+    assert "warm-up" not in caplog.text

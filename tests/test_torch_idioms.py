@@ -446,3 +446,14 @@ def test_a_late_freeze_step_is_no_warning(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.WARNING, "hvd_onebit"):
         on_ranks(2, work)
     assert not caplog.records
+
+
+def test_horovods_own_optimizer_around_ours_is_refused() -> None:
+    hvd = pytest.importorskip("horovod.torch")
+
+    def work(transport: LocalTransport) -> None:
+        optimizer = distribute(Adam(parameters()), transport, freeze_step=2)
+        with pytest.raises(TypeError, match="wrap it once"):
+            hvd.DistributedOptimizer(optimizer)
+
+    on_ranks(2, work)

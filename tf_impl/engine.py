@@ -551,7 +551,7 @@ class CompressionEngine:
         self.stats.step, self.stats.stage = step, COMPRESSION
         self._count_elements(table[FROZEN_STEP] != 0)
         if self.transport.rank == 0:
-            notices.frozen(self.stats)
+            notices.frozen(self.stats, has_variance=self.rule.has_variance)
 
     # -- notices -----------------------------------------------------------------------------------------------------
 
@@ -573,6 +573,8 @@ class CompressionEngine:
     def _tell_stage(self) -> None:
         if self.stats.stage == WARM_UP:
             notices.started(self.options.freeze_step, self.rule.memory)
+        elif self.stats.step > self.stats.frozen_step:
+            notices.resumed(self.stats.step, self.stats.frozen_step)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -721,8 +723,7 @@ class CompressionEngine:
                 notices.errors_of_other_ranks(there[1], here[1])
             return
         if here != there:
-            if here[0] == 0:
-                notices.dropped_errors(f"saved by rank {there[0]} of {there[1]}, restored on {here[0]} of {here[1]}")
+            notices.dropped_errors(f"saved by rank {there[0]} of {there[1]}, restored on rank {here[0]} of {here[1]}")
             return
         for bucket in self._buckets:
             name = bucket.bucket.name

@@ -42,6 +42,8 @@ _RULES: dict[type, tuple[type[Engine], type[AdamRule]]] = {
 }
 _instances: Counter[str] = Counter()  # optimizers that have stepped, by process set: part of their collectives' names
 
+_WRAPPED_TWICE = "this optimizer is distributed already: wrap it once, with one DistributedOptimizer"
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -157,7 +159,7 @@ def _options_of(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> Comp
 
 def _check_optimizer(optimizer: Any, options: CompressionOptions) -> None:
     if hasattr(type(optimizer), "_onebit_base"):
-        raise TypeError("this optimizer is distributed already: wrap it once, with one DistributedOptimizer")
+        raise TypeError(_WRAPPED_TWICE)
     if isinstance(optimizer, type):
         raise TypeError(
             f"DistributedOptimizer takes an optimizer, not the class: {optimizer.__name__}(model.parameters())"
@@ -305,7 +307,9 @@ class _OneBitMethods:
     They use super(self.__class__, self) as Horovod's do: the class they end up in is made at run time and is the last.
     """
 
-    def __init__(self, params: Any, defaults: dict[str, Any], settings: _Settings) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any] | None = None, settings: _Settings | None = None) -> None:
+        if defaults is None or settings is None:  # by hvd.DistributedOptimizer around this one
+            raise TypeError(_WRAPPED_TWICE)
         self._onebit: Engine | None = None
         self._settings = settings
         self._late_hooks: dict[Tensor, Any] = {}

@@ -949,7 +949,8 @@ class CompressionEngine(Engine):
         self._set_checksums({**self._checksums, "checksum of the frozen variance": checksum})
         self._count_elements()
         if self._transport.rank == 0:
-            notices.frozen(self.stats)
+            has_variance = any(self._rule.variance_key(group) is not None for group, _ in ready)
+            notices.frozen(self.stats, has_variance=has_variance)
 
     def _floored(self, group: Group, p: Tensor) -> tuple[Tensor | None, int, int]:
         key = self._rule.variance_key(group)
