@@ -100,7 +100,7 @@ $(STAMPS)/package: setup.py pyproject.toml $(wildcard hvd_onebit/csrc/* *_impl/_
 
 $(STAMPS)/triton: requirements-triton.txt $(STAMPS)/requirements
 	@if ! $(PY) -c 'import triton' 2>/dev/null; then \
-	    $(call timed,Triton for its kernels' tests,$(PIP_INSTALL) -r requirements-triton.txt); fi
+	    $(call timed,Triton for its kernels' tests,$(PIP_INSTALL) --target $(VENV)/triton -r requirements-triton.txt); fi
 	@touch $@
 
 $(STAMPS)/horovod: $(wildcard hvd_onebit/horovod_build.py hvd_onebit/_build_*.py hvd_onebit/_horovod_*.py) $(STAMPS)/package

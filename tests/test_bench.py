@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from triton_path import with_triton
 
 from hvd_onebit import bench, bench_device, kernels
 
@@ -146,13 +146,12 @@ def test_no_elements_are_refused() -> None:
 
 def test_a_device_that_is_not_there_is_said() -> None:
     torch = pytest.importorskip("torch")
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton")
+    environment = with_triton()
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     # in a process of its own: Triton and TensorFlow in one abort it
     command = [sys.executable, "-m", "hvd_onebit", "bench", "kernels", "--device", "cuda"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert found.returncode == 1
     expected = "hvd-onebit: cuda cannot be measured: torch finds no GPU (torch.cuda.is_available() is False)\n"
     assert found.stderr == expected

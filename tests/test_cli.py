@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+from triton_path import with_triton
 
 import hvd_onebit
 from hvd_onebit import doctor, horovod_build
@@ -173,10 +174,9 @@ def test_doctor_names_the_remedy_for_what_is_absent() -> None:
 )
 def test_doctor_says_which_kernels_a_gpu_gets(variables: dict[str, str], found: dict[str, str]) -> None:
     pytest.importorskip("torch")
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton")
+    environment = with_triton() | variables
     pretend = "import torch; torch.version.cuda = '13.0'; torch.version.hip = None\n"
-    reported, _ = doctor._probe(pretend + doctor._PROBES["torch"], os.environ | variables)
+    reported, _ = doctor._probe(pretend + doctor._PROBES["torch"], environment)
     assert {"topic": "gpu kernels", **found} in reported
 
 

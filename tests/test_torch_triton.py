@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from triton_path import with_triton
 
 pytest.importorskip("torch")
-if importlib.util.find_spec("triton") is None:  # not imported: in a process that has TensorFlow it aborts
-    pytest.skip("needs Triton: pip install -r requirements-triton.txt", allow_module_level=True)
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -23,7 +20,7 @@ def assert_passes(script: str, **variables: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(SCRIPTS / script)],
         cwd=SCRIPTS.parent.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        env=with_triton() | {"OMP_NUM_THREADS": "1"} | variables,
         capture_output=True,
         text=True,
         timeout=110,
