@@ -7,7 +7,6 @@ FOLDER/PID.jsonl.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from elastic_log import change_hosts, write_note
 from torch_training import gradient, parameters
 
 import hvd_onebit.torch as onebit
@@ -61,27 +61,8 @@ def mine(optimizer: Any) -> list[float]:
 
 
 def note(kind: str, state: Any) -> None:
-    stats = state.optimizer.stats
-    flat = torch.cat([p.detach().reshape(-1) for p in state.model.parameters()])
-    line = {
-        "kind": kind,
-        "step": state.step,
-        "rank": hvd.rank(),
-        "size": hvd.size(),
-        "stage": stats.stage,
-        "frozen_step": stats.frozen_step,
-        "parameters": flat.tolist(),
-        "owes": mine(state.optimizer),
-        "bytes": stats.bytes_per_step["compression"],
-    }
-    with (FOLDER / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def change_hosts(names: str) -> None:
-    new = FOLDER / "hosts.new"
-    new.write_text("".join(f"{name}:1\n" for name in names.split(",")), encoding="utf-8")
-    new.rename(FOLDER / "hosts")
+    flat = torch.cat([p.detach().reshape(-1) for p in state.model.parameters()]).tolist()
+    write_note(FOLDER, kind, state, hvd, parameters=flat, owes=mine(state.optimizer))
 
 
 @hvd.elastic.run
@@ -91,7 +72,7 @@ def train(state: Any) -> None:
         event = EVENTS.get(state.step, "")
         if event.startswith("hosts") and hvd.size() != 1 + event.count(","):
             if hvd.rank() == 0 and happens_first(event, state.step):
-                change_hosts(event.removeprefix("hosts="))
+                change_hosts(FOLDER, event.removeprefix("hosts="))
             if hvd.size() > 1 + event.count(","):
                 # nobody has to start first: from now on Horovod need not wait long, also for a rank that is dead
                 os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "8"

@@ -5,7 +5,6 @@ As elastic_training.py: an event is "hosts=A,B" or "kill", and every rank writes
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from elastic_log import change_hosts, write_note
 
 import hvd_onebit.tensorflow as onebit
 from hvd_onebit.state import owed_by_parameter
@@ -53,26 +53,8 @@ def mine(optimizer: Any) -> list[float]:
 
 
 def note(kind: str, state: Any) -> None:
-    stats = state.optimizer.stats
-    line = {
-        "kind": kind,
-        "step": state.step,
-        "rank": hvd.rank(),
-        "size": hvd.size(),
-        "stage": stats.stage,
-        "frozen_step": stats.frozen_step,
-        "parameters": np.concatenate([w.ravel() for w in state.model.get_weights()]).tolist(),
-        "owes": mine(state.optimizer),
-        "bytes": stats.bytes_per_step["compression"],
-    }
-    with (FOLDER / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def change_hosts(names: str) -> None:
-    new = FOLDER / "hosts.new"
-    new.write_text("".join(f"{name}:1\n" for name in names.split(",")), encoding="utf-8")
-    new.rename(FOLDER / "hosts")
+    flat = np.concatenate([w.ravel() for w in state.model.get_weights()]).tolist()
+    write_note(FOLDER, kind, state, hvd, parameters=flat, owes=mine(state.optimizer))
 
 
 def fit_a_batch(state: Any) -> None:
@@ -92,7 +74,7 @@ def train(state: Any) -> None:
         event = EVENTS.get(state.step, "")
         if event.startswith("hosts") and hvd.size() != 1 + event.count(","):
             if hvd.rank() == 0 and happens_first(event, state.step):
-                change_hosts(event.removeprefix("hosts="))
+                change_hosts(FOLDER, event.removeprefix("hosts="))
             deadline = time.monotonic() + WAIT_SECONDS
             while time.monotonic() < deadline:
                 time.sleep(0.1)
