@@ -281,14 +281,14 @@ def _print_kernels(report: KernelsReport) -> None:
         (
             name,
             str(each.threads),
-            f"{each.seconds:.6f}",
+            f"{1e3 * each.seconds:.3f}",
             f"{1e-9 * each.num_bytes / each.seconds:.2f}",
             f"{each.triad_share:.2f}",
             f"{each.speed_up:.2f}",
         )
         for name, each in named
     ]
-    print_table(("kernel", "threads", "seconds", "GB/s", "of triad", "x 1 thread"), rows)
+    print_table(("kernel", "threads", "ms", "GB/s", "of triad", "x 1 thread"), rows)
 
 
 def _main_device_kernels(args: argparse.Namespace) -> int:
@@ -313,10 +313,15 @@ def _print_device_kernels(report: DeviceReport) -> None:
         "what a kernel must read and write, each byte once"
     )
     rows = [
-        (each.name, f"{each.seconds:.6f}", f"{1e-9 * each.num_bytes / each.seconds:.1f}", f"{each.share_of_copy:.2f}")
+        (
+            each.name,
+            f"{1e3 * each.seconds:.3f}",
+            f"{1e-9 * each.num_bytes / each.seconds:.1f}",
+            f"{each.share_of_copy:.2f}",
+        )
         for each in report.times
     ]
-    print_table(("kernel", "seconds", "GB/s", "share of copy"), rows)
+    print_table(("kernel", "ms", "GB/s", "share of copy"), rows)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -50,7 +50,8 @@ report(topic="mpi4py", version=mpi4py.__version__, library=MPI.Get_library_versi
 """,
     "kernels": """
 from hvd_onebit import kernels
-report(topic="kernels", native=bool(kernels.NATIVE))
+native = bool(kernels.NATIVE)
+report(topic="kernels", native=native, fastest=list(kernels.implementations())[-1] if native else None)
 """,
 }
 
@@ -112,14 +113,32 @@ class Report:
                 lines.append(f"  {'':<{width}}  {finding.problem}")
             if finding.remedy is not None:
                 lines.append(f"  {'':<{width}}  remedy: {finding.remedy}")
-        lines.append("all that is needed works" if self.ok else "something that is needed does not work (marked !)")
+        lines.append("")
+        if any(line.startswith("- ") for line in lines):
+            lines.append("Lines marked - are about what may be left as it is.")
+        if self.ok:
+            lines.append("All that is needed works. To start two ranks: horovodrun --gloo -np 2 python train.py")
+        else:
+            lines.append("Something that is needed does not work: see the lines marked ! and their remedies.")
         return "\n".join(lines)
 
 
+_WORDS = {
+    "version": "{}",
+    "executable": "{}",
+    "library": "for {}",
+    "threads": "threads: {}",
+    "fastest": "fastest: {}",
+    "usable_cpus": "CPUs that this process may use: {}",
+}
+
+
 def _show(name: str, value: Any) -> str:
+    if name == "native":
+        return "compiled C" if value else "NumPy"
     if isinstance(value, list):
-        value = " ".join(map(str, value)) or "nothing"
-    return str(value) if name == "version" else f"{name.replace('_', ' ')} {value}"
+        value = " and ".join(map(str, value)) or "nothing"
+    return _WORDS.get(name, name.replace("_", " ") + " {}").format(value)
 
 
 def examine() -> Report:

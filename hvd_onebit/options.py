@@ -28,6 +28,10 @@ _CHOICES = {
     "dead": ("floor", "hold"),
 }
 
+_OPTIMIZERS_OWN = ("lr", "learning_rate", "betas", "beta_1", "beta_2", "momentum", "eps", "epsilon", "weight_decay")
+_OF_THE_OPTIMIZER = "an optimizer's own argument goes to the optimizer that is wrapped, by the name that it has there; "
+_ALL_OPTIONS = "README.md, Options, and help(hvd_onebit.options.CompressionOptions) list all"
+
 
 @dataclass(frozen=True)
 class CompressionOptions:
@@ -155,8 +159,8 @@ def options_from(given: Mapping[str, Any]) -> CompressionOptions:
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-            raise TypeError(f"unknown option {name!r}; {hint}")
+            hint = f"did you mean {near[0]!r}? " if near else _OF_THE_OPTIMIZER if name in _OPTIMIZERS_OWN else ""
+            raise TypeError(f"unknown option {name!r}; {hint}{_ALL_OPTIONS}")
     return CompressionOptions(**given)
 
 

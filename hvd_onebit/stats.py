@@ -28,9 +28,9 @@ class TrustRatio:
     factor: float
 
 
-@dataclass
+@dataclass(repr=False)
 class Stats:
-    """Counters of one optimizer on this rank.
+    """Counters of one optimizer on this rank. Printed, they are a line for people.
 
     Attributes:
         stage: "warm-up" or "compression".
@@ -100,6 +100,20 @@ class Stats:
         """Counts what a step sent that was never finished, as when ranks came or went in the middle of it."""
         self.bytes_sent[stage] += self._bytes_this_step
         self._bytes_this_step = 0.0
+
+    def __repr__(self) -> str:
+        parts = [f"step {self.step}", "warm-up in full precision" if self.stage == WARM_UP else "compression"]
+        if self.stage == COMPRESSION and self.frozen_step:
+            parts[1] += f" since step {self.frozen_step}"
+        if sent := self.bytes_per_step[self.stage]:
+            fewer = f" ({self.ratio:.1f} times fewer than float32)" if self.stage == COMPRESSION else ""
+            parts.append(f"{sent:,.0f} bytes a step{fewer}")
+        if self.stage == COMPRESSION:
+            parts.append(f"{self.compressed_elements:,} elements as one bit")
+            parts.append(f"{self.full_precision_elements:,} in full precision")
+        if self.steps_skipped:
+            parts.append(f"{self.steps_skipped} steps skipped")
+        return f"<{', '.join(parts)}>"
 
     @property
     def ratio(self) -> float:

@@ -145,7 +145,15 @@ def test_doctor_reports_what_is_broken(tmp_path: Path) -> None:
     assert any(line.startswith("! tensorflow  ended with status -6") for line in lines)
     assert any("remedy: repair or uninstall torch" in line for line in lines)
     assert any(line.startswith("- mpi4py") for line in lines)
-    assert lines[-1].startswith("something that is needed does not work")
+    assert lines[-2].startswith("Lines marked - ")
+    assert lines[-1].startswith("Something that is needed does not work")
+
+
+def test_doctor_speaks_to_people() -> None:
+    found = {"horovod.torch": {"version": "0.28.1", "built_with": ["gloo", "mpi"]}, "kernels": {"native": True}}
+    lines = doctor.Report(tuple(doctor.Finding(*each) for each in found.items())).to_text().splitlines()
+    assert lines[:2] == ["  horovod.torch  0.28.1, built with gloo and mpi", "  kernels        compiled C"]
+    assert lines[-1] == "All that is needed works. To start two ranks: horovodrun --gloo -np 2 python train.py"
 
 
 def test_doctor_names_the_remedy_for_what_is_absent() -> None:

@@ -16,7 +16,8 @@ from hvd_onebit.options import CompressionOptions, is_full_precision, options_fr
     [
         ({"freeze_steps": 5}, TypeError, "'freeze_step'"),
         ({"bucket_element": 5}, TypeError, "'bucket_elements'"),
-        ({"qqqqqqqq": 5}, TypeError, "known options: freeze_step"),
+        ({"qqqqqqqq": 5}, TypeError, r"help\(hvd_onebit.options.CompressionOptions\) list all"),
+        ({"lr": 0.1}, TypeError, "'lr'; an optimizer's own argument goes to the optimizer"),
         ({"freeze_step": 2.0}, TypeError, "freeze_step must be an integer"),
         ({"freeze_step": True}, TypeError, "freeze_step must be an integer"),
         ({"freeze_step": "soon"}, TypeError, '"auto"'),

@@ -1,0 +1,20 @@
+"""What was counted is a line that people can read."""
+
+from __future__ import annotations
+
+from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats
+
+
+def test_printed_they_are_a_line_for_people() -> None:
+    stats = Stats(uncompressed_bytes_per_step=420_776.0)
+    assert str(stats) == "<step 0, warm-up in full precision>"
+    stats.count(420_776)
+    stats.end_step(WARM_UP, skipped=False)
+    assert str(stats) == "<step 1, warm-up in full precision, 420,776 bytes a step>"
+    stats.stage, stats.frozen_step, stats.compressed_elements = COMPRESSION, 1, 105_194
+    stats.count(13_358)
+    stats.end_step(COMPRESSION, skipped=True)
+    assert str(stats) == (
+        "<step 1, compression since step 1, 13,358 bytes a step (31.5 times fewer than float32), "
+        "105,194 elements as one bit, 0 in full precision, 1 steps skipped>"
+    )
