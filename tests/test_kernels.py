@@ -246,6 +246,42 @@ def test_average_is_as_defined(implementation: Kernels, ranks: int, num_elements
         assert_same_bits(values, oracle_mean(messages[-1:], num_elements, block))
 
 
+@pytest.mark.parametrize("offset", [0, 1, 15])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_large_average_is_its_parts_end_to_end(implementation: Kernels, offset: int, threads: int) -> None:
+    """Where it is large it is written past the cache, line by line: wherever it begins, and nothing beside it."""
+    rng = np.random.default_rng(offset)
+    block, num_elements = 2048, (1 << 20) + 4099
+    num_blocks, part = -(-num_elements // block), 1 << 18
+    messages = rng.integers(0, 256, (2, wire.message_num_bytes(num_elements, block)), np.uint8)
+    messages[:, : 4 * num_blocks] = rng.random((2, num_blocks), np.float32).view(np.uint8)
+    scales, bits = messages[:, : 4 * num_blocks], messages[:, 4 * num_blocks :]
+    live = (rng.random(num_elements, np.float32) < 0.9).astype(np.float32)
+    for held in (None, live):
+        expected = np.empty(num_elements, np.float32)
+        for start in range(0, num_elements, part):
+            stop = min(start + part, num_elements)
+            parts = [
+                np.concatenate([s[start // block * 4 : -(-stop // block) * 4], b[start // 8 : -(-stop // 8)]])
+                for s, b in zip(scales, bits, strict=True)
+            ]
+            kernels.average(
+                parts,
+                expected[start:stop],
+                num_elements=stop - start,
+                block=block,
+                live=None if held is None else held[start:stop],
+            )
+        around = np.full(num_elements + 32, 7.0, np.float32)
+        values = around[offset : offset + num_elements]
+        implementation.average(
+            list(messages), values, num_elements=num_elements, block=block, live=held, threads=threads
+        )
+        assert_same_bits(values, expected)
+        assert (around[:offset] == 7.0).all()
+        assert (around[offset + num_elements :] == 7.0).all()
+
+
 @pytest.mark.parametrize("num_elements", SIZES)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_apply_is_as_defined(implementation: Kernels, ranks: int, num_elements: int) -> None:

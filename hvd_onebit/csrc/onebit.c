@@ -3,6 +3,12 @@
 #include <float.h>
 #include <math.h>
 #include <string.h>
+#if defined(__unix__) || defined(__APPLE__)
+#include <sched.h>
+#define LET_OTHERS_RUN() ((void)sched_yield())
+#else
+#define LET_OTHERS_RUN() ((void)0)
+#endif
 
 /* Refuse to build where results would differ; NumPy serves such machines. */
 #if defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD != 0
@@ -20,11 +26,13 @@
 
 #if (defined(__GNUC__) || defined(__clang__)) && defined(__x86_64__)
 #define HAVE_X86 1
+#define FINISH_STREAM() _mm_sfence()
 #include <immintrin.h>
 #define TARGET_AVX2 __attribute__((target("avx2")))
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 #else
 #define HAVE_X86 0
+#define FINISH_STREAM() ((void)0)
 #endif
 
 #if (defined(__GNUC__) || defined(__clang__)) && defined(__aarch64__)
@@ -53,9 +61,14 @@
 #define LANES 32
 /* Messages decoded at a time: as many bit streams as a loop can follow, and a bound on stack. */
 #define GROUP 16
-/* How many elements ahead memory is asked for. A sub-block: the loops that follow on it find theirs in the cache, and
- * while they run the next one is on its way. */
-#define AHEAD SUB_BLOCK
+/* How many elements ahead memory is asked for: far enough to be there in time, and few enough that what was asked for is
+ * not dropped again while a sub-block and what becomes of it pass through the first-level cache. */
+#define AHEAD 512
+/* An average of so many elements is written past the cache, which it would fill: that saves reading what it overwrites. */
+#define PAST_CACHE ((size_t)1 << 20)
+/* After so many elements, a tenth of a millisecond, other threads may have the core: those that move what is on the wire
+ * need it for microseconds, and would wait for the end of the scheduler's time slice where a rank has but one core. */
+#define STRETCH ((size_t)1 << 17)
 /* Floats in a line of the cache. */
 #define LINE 16
 
@@ -211,6 +224,12 @@ static ALWAYS_INLINE void fetch(struct addends in, size_t i, const float *z) {
 
 #if HAVE_X86
 
+/* Floats before the next line of the cache begins: what is written past the cache has to fill whole lines. */
+static ALWAYS_INLINE size_t num_floats_to_line(const float *values) {
+    const size_t past = (uintptr_t)values / sizeof(float) % LINE;
+    return past == 0 ? 0 : LINE - past;
+}
+
 /* ---- AVX2 ---- */
 
 TARGET_AVX2 static ALWAYS_INLINE __m256 sum_avx2(struct addends in, size_t i) {
@@ -333,6 +352,14 @@ TARGET_AVX2 static void apply_avx2(const float *m, float *parameter, float *mome
 
 TARGET_AVX2 static void triad_avx2(float *a, const float *b, const float *c, float s, size_t count) {
     triad_loop(a, b, c, s, count);
+}
+
+TARGET_AVX2 static void stream_avx2(const float *z, float *values, size_t count) {
+    const size_t head = smaller(count, num_floats_to_line(values));
+    memcpy(values, z, head * sizeof(float));
+    size_t i = head;
+    for (; i + 8 <= count; i += 8) _mm256_stream_ps(values + i, _mm256_loadu_ps(z + i));
+    memcpy(values + i, z + i, (count - i) * sizeof(float));
 }
 
 /* ---- AVX-512: as AVX2, with masks for the last elements ---- */
@@ -466,6 +493,14 @@ TARGET_AVX512 static void triad_avx512(float *a, const float *b, const float *c,
     triad_loop(a, b, c, s, count);
 }
 
+TARGET_AVX512 static void stream_avx512(const float *z, float *values, size_t count) {
+    const size_t head = smaller(count, num_floats_to_line(values));
+    memcpy(values, z, head * sizeof(float));
+    size_t i = head;
+    for (; i + 16 <= count; i += 16) _mm512_stream_ps(values + i, _mm512_loadu_ps(z + i));
+    memcpy(values + i, z + i, (count - i) * sizeof(float));
+}
+
 #endif /* HAVE_X86 */
 
 #if HAVE_NEON
@@ -573,6 +608,8 @@ static void triad_neon(float *a, const float *b, const float *c, float s, size_t
     triad_loop(a, b, c, s, count);
 }
 
+static void stream_neon(const float *z, float *values, size_t count) { memcpy(values, z, count * sizeof(float)); }
+
 #endif /* HAVE_NEON */
 
 /* ---- Dispatch ---- */
@@ -602,6 +639,8 @@ static void triad_neon(float *a, const float *b, const float *c, float s, size_t
         function(__VA_ARGS__);                                                                                         \
     } while (0)
 #endif
+
+static void stream(const float *z, float *values, size_t count) { memcpy(values, z, count * sizeof(float)); }
 
 static void hold(float *z, const float *live, size_t count) { hold_loop(z, live, count); }
 
@@ -726,6 +765,14 @@ static void share(const struct onebit_team *team, onebit_part *part, const void 
     } else {
         part(job, 0);
     }
+}
+
+/* Count elements that were worked on, and let other threads run at the end of a stretch. */
+static void pace(size_t *stretch, size_t count) {
+    *stretch += count;
+    if (*stretch < STRETCH) return;
+    *stretch = 0;
+    LET_OTHERS_RUN();
 }
 
 /* ---- Decoding ---- */
@@ -861,6 +908,7 @@ static void settle(const struct compression *job, size_t index, size_t begin, si
 /* Compress whole blocks, the elements of `range`. */
 static NEVER_INLINE void compress_blocks(const struct compression *job, struct range range) {
     float z[SUB_BLOCK] ALIGNED;
+    size_t stretch = 0;
     for (size_t begin = range.start, size; begin < range.stop; begin += size) {
         const size_t index = begin / job->block;
         size = smaller(job->block, job->n - begin);
@@ -868,7 +916,9 @@ static NEVER_INLINE void compress_blocks(const struct compression *job, struct r
         /* first pass: the scale */
         struct onebit_sum sum = {0.0, 0};
         for (size_t at = 0; at < size; at += SUB_BLOCK) {
-            sum = added(sum, compensate(job, begin + at, smaller(SUB_BLOCK, size - at), z));
+            const size_t count = smaller(SUB_BLOCK, size - at);
+            sum = added(sum, compensate(job, begin + at, count, z));
+            if (size > SUB_BLOCK) pace(&stretch, count);
         }
         put_scale(job, index, sum);
 
@@ -877,6 +927,7 @@ static NEVER_INLINE void compress_blocks(const struct compression *job, struct r
             const size_t count = smaller(SUB_BLOCK, size - at);
             if (size > SUB_BLOCK) compensate(job, begin + at, count, z);
             settle(job, index, begin + at, count, z);
+            pace(&stretch, count);
         }
     }
 }
@@ -924,10 +975,12 @@ static void sum_part(const void *argument, size_t index) {
     const struct compression *job = argument;
     const struct range range = sub_blocks_of_part(job, index);
     float z[SUB_BLOCK] ALIGNED;
+    size_t stretch = 0;
     const uint64_t saved = enter_ieee();
     for (size_t number = range.start; number < range.stop; number++) {
         const struct sub_block at = find_sub_block(job, number);
         job->team->sums[number] = compensate(job, at.begin, at.count, z);
+        pace(&stretch, at.count);
     }
     leave_ieee(saved);
 }
@@ -936,11 +989,13 @@ static void settle_part(const void *argument, size_t index) {
     const struct compression *job = argument;
     const struct range range = sub_blocks_of_part(job, index);
     float z[SUB_BLOCK] ALIGNED;
+    size_t stretch = 0;
     const uint64_t saved = enter_ieee();
     for (size_t number = range.start; number < range.stop; number++) {
         const struct sub_block at = find_sub_block(job, number);
         compensate(job, at.begin, at.count, z);
         settle(job, at.index, at.begin, at.count, z);
+        pace(&stretch, at.count);
     }
     leave_ieee(saved);
 }
@@ -1000,11 +1055,18 @@ struct averaging {
 };
 
 static NEVER_INLINE void average_pieces(const struct averaging *job, struct range range) {
+    float decoded[SUB_BLOCK] ALIGNED;
+    const int past_cache = job->from.n >= PAST_CACHE;
+    size_t stretch = 0;
     for (size_t at = range.start, count; at < range.stop; at += count) {
+        float *values = job->values + at, *z = past_cache ? decoded : values;
         count = piece_length(&job->from, at, range.stop);
-        decode(job->level, &job->from, at, count, job->values + at, job->values + at);
-        if (job->live != NULL) DISPATCH(job->level, hold, job->values + at, job->live + at, count);
+        decode(job->level, &job->from, at, count, past_cache ? NULL : values, z);
+        if (job->live != NULL) DISPATCH(job->level, hold, z, job->live + at, count);
+        if (past_cache) DISPATCH(job->level, stream, z, values, count);
+        pace(&stretch, count);
     }
+    if (past_cache) FINISH_STREAM();
 }
 
 static void average_part(const void *argument, size_t index) {
@@ -1033,11 +1095,13 @@ struct application {
 static NEVER_INLINE void apply_pieces(const struct application *job, struct range range) {
     float m[SUB_BLOCK] ALIGNED;
     float unwanted[SUB_BLOCK] ALIGNED = {0}; /* a momentum that nobody asked for stays in the cache */
+    size_t stretch = 0;
     for (size_t at = range.start, length; at < range.stop; at += length) {
         length = piece_length(&job->from, job->start + at, job->start + range.stop);
         decode(job->level, &job->from, job->start + at, length, NULL, m);
         DISPATCH(job->level, apply, m, job->parameter + at, job->momentum == NULL ? unwanted : job->momentum + at,
                  job->variance == NULL ? NULL : job->variance + at, length, job->step);
+        pace(&stretch, length);
     }
 }
 
