@@ -30,7 +30,7 @@ _CHOICES = {
 
 _OPTIMIZERS_OWN = ("lr", "learning_rate", "betas", "beta_1", "beta_2", "momentum", "eps", "epsilon", "weight_decay")
 _OF_THE_OPTIMIZER = "an optimizer's own argument goes to the optimizer that is wrapped, by the name that it has there; "
-_ALL_OPTIONS = "README.md, Options, and help(hvd_onebit.options.CompressionOptions) list all"
+_ALL_OPTIONS = "docs/guide.md, Options, and help(hvd_onebit.options.CompressionOptions) list all"
 
 
 @dataclass(frozen=True)

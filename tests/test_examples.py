@@ -1,4 +1,4 @@
-"""The example runs as its first lines say, under every launcher; the README's table of options is the real one."""
+"""The example runs as its first lines say, under every launcher; the guide's table of options is the real one."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_a_wrong_argument_is_refused(arguments: tuple[str, ...], tmp_path: Path)
     assert "Traceback" not in done.stderr
 
 
-def test_the_readme_lists_every_option_with_its_default() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+def test_the_guide_lists_every_option_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", (ROOT / "docs" / "guide.md").read_text(), flags=re.MULTILINE)
     shown = dict(rows)
     real = {field.name: str(field.default).replace("'", '"') for field in fields(CompressionOptions)}
     assert {name: default.strip('"') for name, default in shown.items()} == real
