@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from exchanging import ALGORITHMS, BUCKET, EPS, Array, Worker, assert_same_on_all_ranks, inputs
 
 from hvd_onebit import reference
 from hvd_onebit.codec import HostCodec
@@ -20,59 +20,10 @@ from hvd_onebit.step import Inputs, StepExchange
 from hvd_onebit.transport.local import LocalTransport, run_ranks
 from hvd_onebit.wire import message_num_bytes
 
-Array = npt.NDArray[Any]
-
 RANKS = (1, 2, 3, 4)
-ALGORITHMS = ("one_shot", "two_phase")
 BLOCKS = (1, 8, 100, 2048, "tensor")
 SCALES = ("rms", "mean")
-SIZES = (300, 1, 64, 0, 2500, 9)  # of the tensors in the bucket
-BUCKET = Bucket("bucket", tuple(f"p{i}" for i in range(len(SIZES))), SIZES)
 SMALL = Bucket("small", ("p0", "p1", "p2", "p3"), (130, 1, 0, 150))  # for the blocks that take the oracle long
-EPS = 2.0**-24
-
-
-class Worker:
-    """One rank with one bucket, which exchanges what it is given."""
-
-    def __init__(self, transport: LocalTransport, options: CompressionOptions, bucket: Bucket = BUCKET) -> None:
-        self.stats = Stats()
-        self.step = StepExchange[Array](transport, self.stats)
-        self.exchange = CompressedAllreduce[Array](
-            bucket, rank=transport.rank, size=transport.size, codec=HostCodec(), options=options
-        )
-
-    def start(self, gradient: Array, momentum: Array | None = None, beta1: float = 0.0) -> None:
-        self.step.start(self.exchange, Inputs.of(gradient, momentum, beta1))
-
-    def mean(self) -> Array:
-        values = np.empty(self.exchange.bucket.num_elements, np.float32)
-        self.exchange.average(values)
-        return values
-
-    def run(self, gradient: Array, momentum: Array | None = None, beta1: float = 0.0) -> Array:
-        self.start(gradient, momentum, beta1)
-        assert self.step.finish()
-        values = self.mean()
-        self.step.commit()
-        return values
-
-    def errors(self) -> tuple[Array, Array]:
-        """Copies of the worker's and the server's error, empty without one."""
-        none = np.empty(0, np.float32)
-        worker, server = self.exchange.worker_error, self.exchange.server_error
-        return (none if worker is None else worker.copy()), (none if server is None else server.copy())
-
-
-def inputs(seed: int, rank: int, num_elements: int = BUCKET.num_elements) -> Array:
-    """Values of mixed magnitude, other ones on every rank."""
-    rng = np.random.default_rng([seed, rank])
-    return (rng.normal(size=num_elements) * 10.0 ** rng.uniform(-3, 1, num_elements)).astype(np.float32)
-
-
-def assert_same_on_all_ranks(results: Sequence[Array]) -> None:
-    for rank, result in enumerate(results):
-        np.testing.assert_array_equal(result.view(np.uint32), results[0].view(np.uint32), err_msg=f"rank {rank}")
 
 
 def scale_borders(chunks: Sequence[Chunk], block: int | str) -> list[int]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from exchanging import ALGORITHMS, BUCKET, EPS, Array, Worker, assert_same_on_all_ranks, inputs
 
 from hvd_onebit import reference
 from hvd_onebit.codec import HostCodec
@@ -19,64 +18,15 @@ from hvd_onebit.hosts import AUTO_LEAST_RANKS, HostGroups, Place, hierarchical_p
 from hvd_onebit.layout import Bucket, cut_evenly
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.state import owed_by_parameter, share_errors, share_owed, take_shared_errors
-from hvd_onebit.stats import COMPRESSION, Stats
-from hvd_onebit.step import Inputs, StepExchange
+from hvd_onebit.stats import COMPRESSION
 from hvd_onebit.transport.local import LocalTransport, run_ranks
 
-Array = npt.NDArray[Any]
-
 HOSTS = [(2, 2), (3, 2), (2, 3)]  # hosts, ranks on each
-ALGORITHMS = ("one_shot", "two_phase")
-SIZES = (300, 1, 64, 0, 2500, 9)
-BUCKET = Bucket("bucket", tuple(f"p{i}" for i in range(len(SIZES))), SIZES)
-EPS = 2.0**-24
 
 
 @pytest.fixture(autouse=True)
 def _hierarchical_with_two_ranks_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvd_onebit.hosts.AUTO_LEAST_RANKS", 2)
-
-
-class Worker:
-    """One rank with one bucket."""
-
-    def __init__(self, transport: LocalTransport, options: CompressionOptions, bucket: Bucket = BUCKET) -> None:
-        self.transport = transport
-        self.place = hierarchical_place(options, transport.place)
-        self.groups = None if self.place is None else HostGroups[Array](transport, self.place)
-        if self.groups is not None:
-            self.groups.connect()
-        self.stats = Stats()
-        self.step = StepExchange[Array](transport, self.stats, self.groups)
-        self.exchange = CompressedAllreduce[Array](
-            bucket, rank=transport.rank, size=transport.size, codec=HostCodec(), options=options, place=self.place
-        )
-
-    def start(self, gradient: Array, momentum: Array | None = None, beta1: float = 0.0) -> None:
-        self.step.start(self.exchange, Inputs.of(gradient, momentum, beta1))
-
-    def mean(self) -> Array:
-        values = np.empty(self.exchange.bucket.num_elements, np.float32)
-        self.exchange.average(values)
-        return values
-
-    def run(self, gradient: Array, momentum: Array | None = None, beta1: float = 0.0) -> Array:
-        self.start(gradient, momentum, beta1)
-        assert self.step.finish()
-        values = self.mean()
-        self.step.commit()
-        self.stats.end_step(COMPRESSION, skipped=False)
-        return values
-
-
-def inputs(seed: int, rank: int, num_elements: int = BUCKET.num_elements) -> Array:
-    rng = np.random.default_rng([seed, rank])
-    return (rng.normal(size=num_elements) * 10.0 ** rng.uniform(-3, 1, num_elements)).astype(np.float32)
-
-
-def assert_same_on_all_ranks(results: Sequence[Array]) -> None:
-    for rank, result in enumerate(results):
-        np.testing.assert_array_equal(result.view(np.uint32), results[0].view(np.uint32), err_msg=f"rank {rank}")
 
 
 def owed_by(exchanges: Sequence[CompressedAllreduce[Array]]) -> Array:
