@@ -14,7 +14,7 @@ from hvd_onebit.options import AUTO, CompressionOptions
 if TYPE_CHECKING:
     from hvd_onebit.transport import Group, Transport
 
-__all__ = ["AUTO_LEAST_RANKS", "HostGroups", "Place", "hierarchical_place", "place_of"]
+__all__ = ["AUTO_LEAST_RANKS", "HostGroups", "Place", "hierarchical_place", "horovods_place", "place_of"]
 
 
 AUTO_LEAST_RANKS = 4
@@ -50,6 +50,22 @@ def place_of(rank: int, hosts: Sequence[int]) -> Place:
         listed = ", ".join(str(sizes[host]) for host in order)
         return Place(0, 1, rank, len(hosts), f"the hosts have different numbers of ranks: {listed}")
     return Place(order.index(own), len(order), hosts[:rank].count(own), sizes[own])
+
+
+def horovods_place(hvd: Any, process_set: Any, *, is_homogeneous: bool) -> Place:
+    """The place of this rank as Horovod says it.
+
+    Args:
+        hvd: one of Horovod's modules, initialised.
+        process_set: of which this rank is a member.
+        is_homogeneous: what Horovod says of its hosts.
+    """
+    rank, size = int(process_set.rank()), int(process_set.size())
+    if process_set.process_set_id != 0:
+        return Place(0, 1, rank, size, "the optimizer is on a process set, which need not lie evenly on hosts")
+    if not is_homogeneous or hvd.cross_size() * hvd.local_size() != size:
+        return Place(0, 1, rank, size, "the hosts have different numbers of ranks")
+    return Place(hvd.cross_rank(), hvd.cross_size(), hvd.local_rank(), hvd.local_size())
 
 
 def hierarchical_place(options: CompressionOptions, place: Place) -> Place | None:

@@ -15,6 +15,7 @@ from tf_training import SHAPES, distribute, on_ranks, train, variables
 
 import hvd_onebit.tensorflow as onebit
 from hvd_onebit.errors import OneBitError
+from hvd_onebit.transport.local import LocalTransport
 
 Adam = keras.optimizers.Adam
 
@@ -53,9 +54,12 @@ def test_one_bit_adam_checks_its_options() -> None:
         onebit.OneBitAdam(scale="max")
 
 
-def test_the_hierarchical_exchange_is_refused_where_it_was_asked_for() -> None:
-    with pytest.raises(ValueError, match="hierarchical=True is not there for TensorFlow"):
-        _alone(Adam(0.1), hierarchical=True)
+def test_the_hierarchical_exchange_is_refused_where_ranks_do_not_lie_for_it() -> None:
+    def work(transport: LocalTransport) -> None:
+        with pytest.raises(ValueError, match="but all 2 ranks are on one host"):
+            onebit.DistributedOptimizer(Adam(0.1), transport=transport, hierarchical=True).build([keras.Variable(1.0)])
+
+    on_ranks(2, work)
 
 
 def test_it_is_wrapped_once() -> None:

@@ -20,37 +20,20 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvd_onebit.codec import HostCodec
-from hvd_onebit.exchange import CompressedAllreduce
-from hvd_onebit.layout import Bucket, Chunk, cut_chunks
+from hvd_onebit.exchange import CompressedAllreduce, Piece
+from hvd_onebit.hosts import Place
+from hvd_onebit.layout import Bucket, Chunk
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.rules import ordered_norm
 from hvd_onebit.stage import FROZEN_STEP
 from hvd_onebit.tensorflow import codec
 from hvd_onebit.tensorflow.rules import Moment, Rule, Tensors
-from hvd_onebit.tensorflow.transport import TensorTransport
+from hvd_onebit.tensorflow.transport import TensorGroup, TensorGroups, TensorTransport, on_host
 
-__all__ = ["DeviceBucket", "HostBucket", "Inputs", "Sent", "Updates", "on_host"]
+__all__ = ["DeviceBucket", "ExchangedBucket", "HostBucket", "Hosts", "Inputs", "Sent", "Updates"]
 
 Floats = npt.NDArray[np.float32]
 _ALIGNMENT = 64  # what TensorFlow asks of memory that it takes over without a copy
-
-
-def on_host(function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: Any, *, stateful: bool = True) -> Any:
-    """`function` on the tensors' NumPy views, as an operation.
-
-    Args:
-        function: gets arrays that may share the tensors' memory and are not to be written.
-        inputs: tensors.
-        types: dtype or list of dtypes of what it returns.
-        stateful: TensorFlow runs stateful functions in the order of the program, and even if nobody uses the result.
-            Others run as soon as their inputs are there: once, as long as somebody uses the result.
-    """
-    if not tf.executing_eagerly():
-        return tf.numpy_function(function, list(inputs), types, stateful=stateful)
-    results = function(*(tf.convert_to_tensor(each).numpy() for each in inputs))
-    if not isinstance(types, list):
-        return tf.constant(results, types)
-    return [tf.constant(result, dtype) for result, dtype in zip(results, types, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -98,15 +81,34 @@ class Updates:
     """Each variable's column of `Inputs.scalars`; none if the rule keeps no scalars."""
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """A hierarchical exchange's ranks: where this one is, and the groups that it is in."""
+
+    place: Place
+    groups: TensorGroups
+
+
 class ExchangedBucket(Protocol):
-    """What the engine asks of a bucket."""
+    """What the engine asks of a bucket.
+
+    Attributes:
+        bytes_sent: what this rank sends to others in one exchange.
+        bytes_sent_inside: what of it goes to ranks of the same host, if hierarchical.
+        layout: which part of the bucket this rank's errors are of.
+        shared_error: float32, shape (num_elements,): while the ranks' errors are shared, what every rank's checkpoint
+            holds of them, if the exchange is hierarchical and has only a shard; else None.
+    """
 
     bucket: Bucket
     members: tuple[int, ...]
     bytes_sent: int
+    bytes_sent_inside: int
     checksum: int
-    server_start: int
-    """The element of the bucket at which this rank's server error starts."""
+    shared_error: Floats | None
+
+    @property
+    def layout(self) -> CompressedAllreduce[Any]: ...
 
     def exchange(self, inputs: Inputs) -> Sent: ...
 
@@ -152,51 +154,54 @@ class HostBucket:
         transport: TensorTransport,
         options: CompressionOptions,
         rule: Rule,
+        hosts: Hosts | None = None,
     ) -> None:
         self.bucket = bucket
         self.members = tuple(members)
         self.checksum = 0
+        self.shared_error: Floats | None = None
         self._transport = transport
         self._options = options
         self._rule = rule
         self._exchange = CompressedAllreduce(
-            bucket, rank=transport.rank, size=transport.size, codec=HostCodec(codec.num_threads), options=options
+            bucket,
+            rank=transport.rank,
+            size=transport.size,
+            codec=HostCodec(codec.num_threads),
+            options=options,
+            place=None if hosts is None else hosts.place,
         )
-        self.bytes_sent = self._exchange.bytes_sent
-        self.server_start = self._exchange.own_chunk.start
+        self.bytes_sent, self.bytes_sent_inside = _bytes_sent(self._exchange)
+        self._groups = None if hosts is None else hosts.groups
+        self._values: Floats | None = None
         self._memory = _Memory(bucket.num_elements)
         self._gradient: Floats | None = None
         self._momentum: Floats | None = None
         self._given: tuple[Floats, Floats | None, float] | None = None
         self._live_for: bytes | None = None
 
+    @property
+    def layout(self) -> CompressedAllreduce[Any]:
+        return self._exchange
+
     def exchange(self, inputs: Inputs) -> Sent:
         """Collective: compress, send, reduce, send, in the graph."""
-        exchange = self._exchange
         needs_variances = self._rule.sends_by_variance or (self._options.dead == "hold" and self._rule.has_variance)
         variances = inputs.variances if needs_variances else []
-
-        def compress(*given: Any) -> Any:
-            moment, arrays = _moment(*given[:4]), given[4:]
-            self._prepare(moment, arrays)
-            assert self._given is not None
-            return exchange.compress(*self._given)
-
         arrays = [*inputs.gradients, *inputs.momenta, *variances]
-        return self._send(on_host(compress, [*inputs.moment, *arrays], tf.uint8, stateful=False))
+        return self._send(lambda *given: self._prepare(_moment(*given[:4]), given[4:]), [*inputs.moment, *arrays])
 
     def exchange_values(self, values: Sequence[tf.Tensor], live: Sequence[tf.Tensor]) -> Sent:
         """Collective: the same with values of the caller's own."""
         count = len(self.members)
 
-        def compress(*arrays: Any) -> Any:
+        def gather(*arrays: Any) -> None:
             self._set_live_where(arrays[count:])
-            given = self._memory.take()
+            given = self._memory_to_send()
             np.concatenate(arrays[:count], out=given)
             self._given = (given, None, 0.0)
-            return self._exchange.compress(*self._given)
 
-        return self._send(on_host(compress, [*values, *live], tf.uint8, stateful=False))
+        return self._send(gather, [*values, *live])
 
     def averages(self, sent: Sent, takes_checksum: tf.Tensor) -> list[tf.Tensor]:
         """The means, from the bits that all ranks have."""
@@ -213,19 +218,51 @@ class HostBucket:
             means = on_host(average, [takes_checksum], [tf.float32] * len(self.members), stateful=False)
         return [tf.ensure_shape(mean, [size]) for mean, size in zip(means, self.bucket.sizes, strict=True)]
 
-    def _send(self, message: tf.Tensor) -> Sent:
-        exchange = self._exchange
+    def _send(self, gather: Callable[..., None], inputs: Sequence[tf.Tensor]) -> Sent:
+        """The exchange of what `gather`, called with the inputs' arrays, leaves in `_given`."""
+        exchange, name = self._exchange, self.bucket.name
+        group: TensorGroup = self._transport if self._groups is None else self._groups.across
+
+        def compress(*arrays: Any) -> Any:
+            gather(*arrays)
+            assert self._given is not None
+            return exchange.compress(*self._given)
+
+        if self._groups is None:
+            message = on_host(compress, inputs, tf.uint8, stateful=False)
+        else:
+            message = self._compress_mean(self._groups, gather, inputs)
+        message.set_shape([sum(chunk.num_bytes for chunk in exchange.chunks)])
         if exchange.is_two_phase:
-            message.set_shape([sum(exchange.alltoall_bytes[0])])
-            name = f"{self.bucket.name}.alltoall"
-            received = self._transport.alltoall(message, *exchange.alltoall_bytes, name=name)
+            received = group.alltoall(message, *exchange.alltoall_bytes, name=f"{name}.alltoall")
             message = on_host(exchange.reduce, [received], tf.uint8, stateful=False)
-        message.set_shape([exchange.own_chunk.num_bytes])
-        name = f"{self.bucket.name}.allgather"
-        gathered = self._transport.allgather(message, exchange.allgather_bytes, name=name)
+            message.set_shape([exchange.own_chunk.num_bytes])
+        gathered = group.allgather(message, exchange.allgather_bytes, name=f"{name}.allgather")
+        if self._groups is not None:
+            gathered = self._groups.inside.allgather(gathered, exchange.inside_bytes, name=f"{name}.share")
         finite = on_host(lambda every: np.bool_(exchange.accept(every)), [gathered], tf.bool, stateful=False)
         finite.set_shape([])
         return Sent(gathered, finite)
+
+    def _compress_mean(
+        self, groups: TensorGroups, gather: Callable[..., None], inputs: Sequence[tf.Tensor]
+    ) -> tf.Tensor:
+        """The host's mean first; the message of this rank's shard of it."""
+
+        def gathered(*arrays: Any) -> Any:
+            gather(*arrays)
+            assert self._given is not None
+            return self._given[0]
+
+        def compress(mean: Any) -> Any:
+            assert self._given is not None
+            self._given = (mean, *self._given[1:])
+            return self._exchange.compress(*self._given)
+
+        values = tf.ensure_shape(on_host(gathered, inputs, tf.float32, stateful=False), [self.bucket.num_elements])
+        name = f"{self.bucket.name}.reduce_scatter"
+        mean = groups.inside.reduce_scatter(values, self._exchange.shard_lengths, name=name)
+        return on_host(compress, [mean], tf.uint8, stateful=False)
 
     def commit(self, inputs: Inputs, sent: Sent) -> Updates:
         """The update, from the bits that all ranks have."""
@@ -261,7 +298,7 @@ class HostBucket:
         count = len(self.members)
         gradients, momenta, variances = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
         self._set_live(moment.table, variances)
-        self._gradient = values = self._memory.take()
+        self._gradient = values = self._memory_to_send()
         np.concatenate(gradients, out=values)
         momentum = self._gather_momentum(momenta)
         beta1 = self._rule.sent_momentum
@@ -274,6 +311,14 @@ class HostBucket:
             numbers = _rounded(self._rule.numbers(index, moment))
             view[:] = self._rule.to_send(view, old, variance, numbers, _HOST)
         self._given = (values, None, 0.0)
+
+    def _memory_to_send(self) -> Floats:
+        """For what is compressed, or read by the other ranks of the host until the step's end."""
+        if self._groups is None:
+            return self._memory.take()
+        if self._values is None:
+            self._values = self._groups.inside.zeros(self.bucket.num_elements)
+        return self._values
 
     def _gather_momentum(self, momenta: Sequence[Floats]) -> Floats:
         """All momenta end to end: the last step's own output, as long as TensorFlow still uses its memory."""
@@ -296,7 +341,7 @@ class HostBucket:
         rule, exchange = self._rule, self._exchange
         old_momenta = self._views(self._momentum)
         # the gradients are used up, and TensorFlow takes what is returned as the variables' new memory
-        new_parameters = self._views(self._gradient)
+        new_parameters = self._views(self._gradient if self._groups is None else self._memory.take())
         self._momentum = self._memory.take()
         new_momenta = self._views(self._momentum)
         new_fresh = self._views(self._memory.take()) if fresh else []
@@ -382,7 +427,7 @@ class HostBucket:
 
     def forget(self) -> None:
         """Drops what belongs to a state that has been replaced."""
-        self._live_for = self._given = self._gradient = self._momentum = None
+        self._live_for = self._given = self._gradient = self._momentum = self.shared_error = None
         self._exchange.commit()
         for error in self.errors().values():
             if error is not None:
@@ -399,13 +444,16 @@ class DeviceBucket:
         transport: TensorTransport,
         options: CompressionOptions,
         rule: Rule,
+        hosts: Hosts | None = None,
     ) -> None:
         self.bucket = bucket
         self.members = tuple(members)
         self.checksum = 0
+        self.shared_error: Floats | None = None
         self._transport = transport
         self._options = options
         self._rule = rule
+        self._groups = None if hosts is None else hosts.groups
         # layout and byte counts are the core's; its arrays stay empty
         self._layout = CompressedAllreduce(
             bucket,
@@ -413,22 +461,26 @@ class DeviceBucket:
             size=transport.size,
             codec=HostCodec(codec.num_threads),
             options=replace(options, error_feedback=False),
+            place=None if hosts is None else hosts.place,
         )
-        self.bytes_sent = self._layout.bytes_sent
-        self.server_start = self._layout.own_chunk.start
-        self._is_two_phase = self._layout.is_two_phase
-        self._chunks = cut_chunks(bucket, transport.size if self._is_two_phase else 1, options.block)
+        self.bytes_sent, self.bytes_sent_inside = _bytes_sent(self._layout)
         self._worker_error: tf.Variable | None = None
         self._server_error: tf.Variable | None = None
         if options.error_feedback:
-            own = self._layout.own_chunk
-            self._worker_error = tf.Variable(tf.zeros([bucket.num_elements]), trainable=False, name="worker_error")
-            if self._is_two_phase:
+            own, (start, stop) = self._layout.own_chunk, self._layout.shard
+            self._worker_error = tf.Variable(tf.zeros([stop - start]), trainable=False, name="worker_error")
+            if self._layout.is_two_phase:
                 self._server_error = tf.Variable(tf.zeros([own.stop - own.start]), trainable=False, name="server_error")
 
     def exchange(self, inputs: Inputs) -> Sent:
         """Collective: compress, send, reduce, send, in the graph."""
-        return self._send(self._momentum_to_send(inputs), self._live(inputs))
+        momentum: tf.Tensor | None = None
+        if self._groups is not None and self._rule.sent_momentum is not None:
+            # as on the host: gradients are averaged inside it, and the momentum, which all have, comes in afterwards
+            values, momentum = tf.concat(inputs.gradients, 0), tf.concat(inputs.momenta, 0)
+        else:
+            values = self._momentum_to_send(inputs)
+        return self._send(values, self._live(inputs), momentum)
 
     def exchange_values(self, values: Sequence[tf.Tensor], live: Sequence[tf.Tensor]) -> Sent:
         """Collective: the same with values of the caller's own."""
@@ -442,33 +494,55 @@ class DeviceBucket:
         self._take_checksum(sent, takes_checksum)
         return list(tf.split(averaged, list(self.bucket.sizes)))
 
-    def _send(self, z: tf.Tensor, live: tf.Tensor | None) -> Sent:
+    def _send(self, values: tf.Tensor, live: tf.Tensor | None, momentum: tf.Tensor | None = None) -> Sent:
+        layout, name = self._layout, self.bucket.name
+        group: TensorGroup = self._transport
+        first, stop = layout.shard
+        if self._groups is not None:
+            group = self._groups.across
+            lengths = layout.shard_lengths
+            values = self._groups.inside.reduce_scatter(values, lengths, name=f"{name}.reduce_scatter")
+        if momentum is not None:
+            beta1 = self._rule.sent_momentum
+            assert beta1 is not None
+            values = values * np.float32(1.0 - beta1) + momentum[first:stop] * np.float32(beta1)
         error = None if self._worker_error is None else tf.convert_to_tensor(self._worker_error)
-        parts = [self._compress(z[c.start : c.stop], _cut(error, c), c, _cut(live, c)) for c in self._chunks]
+        parts = [self._compress(_cut(values, c, first), _cut(error, c, first), c, _cut(live, c)) for c in layout.chunks]
         worker_error = None if error is None else tf.concat([new for _, new in parts], 0)
         message = tf.concat([part for part, _ in parts], 0)
         server_error: tf.Tensor | None = None
-        if self._is_two_phase:
-            to_and_from = self._layout.alltoall_bytes
-            received = self._transport.alltoall(message, *to_and_from, name=f"{self.bucket.name}.alltoall")
-            own = self._layout.own_chunk
-            messages = tf.split(received, to_and_from[1]) if own.num_bytes else [received] * self._transport.size
+        if layout.is_two_phase:
+            to_and_from = layout.alltoall_bytes
+            received = group.alltoall(message, *to_and_from, name=f"{name}.alltoall")
+            own = layout.own_chunk
+            messages = tf.split(received, to_and_from[1]) if own.num_bytes else [received] * layout.size
             mean = self._average(own, messages, _cut(live, own))
             error = None if self._server_error is None else tf.convert_to_tensor(self._server_error)
             message, server_error = self._compress(mean, error, own, _cut(live, own))
-        counts = self._layout.allgather_bytes
-        gathered = self._transport.allgather(message, counts, name=f"{self.bucket.name}.allgather")
-        replies = self._replies(gathered)
+        gathered = group.allgather(message, layout.allgather_bytes, name=f"{name}.allgather")
+        if self._groups is not None:
+            gathered = self._groups.inside.allgather(gathered, layout.inside_bytes, name=f"{name}.share")
         finite = [
-            codec.scales_finite([m[s.byte_start : s.byte_stop] for m in each], s.num_elements, block=s.block)
-            for chunk, each in zip(self._chunks, replies, strict=True)
-            for s in chunk.segments
+            codec.scales_finite(_messages(gathered, piece), piece.num_elements, block=piece.block)
+            for piece in self._pieces
         ]
         return Sent(gathered, tf.reduce_all(tf.stack(finite)), (worker_error, server_error), live)
 
+    @property
+    def _pieces(self) -> tuple[Piece, ...]:
+        """Every segment, whole."""
+        return self._layout.pieces(0, self.bucket.num_elements)
+
     def _commit_average(self, sent: Sent, live: tf.Tensor | None) -> tf.Tensor:
-        replies = self._replies(sent.gathered)
-        averaged = [self._average(c, each, _cut(live, c)) for c, each in zip(self._chunks, replies, strict=True)]
+        averaged = [
+            codec.average(
+                _messages(sent.gathered, piece),
+                piece.num_elements,
+                block=piece.block,
+                live=None if live is None else live[piece.low : piece.high],
+            )
+            for piece in self._pieces
+        ]
         for variable, new_error in zip((self._worker_error, self._server_error), sent.new_errors, strict=True):
             if variable is not None:
                 variable.assign(new_error)
@@ -560,11 +634,6 @@ class DeviceBucket:
             parts.append(codec.average(cut, s.num_elements, block=s.block, live=alive))
         return tf.concat(parts, 0)
 
-    def _replies(self, gathered: tf.Tensor) -> list[list[tf.Tensor]]:
-        """The messages that make up each chunk: one of its server, or (one_shot) one of each rank."""
-        parts = tf.split(gathered, self._layout.allgather_bytes)
-        return [[part] for part in parts] if self._is_two_phase else [list(parts)]
-
     # -- errors --
 
     def errors(self) -> dict[str, Floats | None]:
@@ -573,6 +642,10 @@ class DeviceBucket:
             "worker_error": None if self._worker_error is None else self._worker_error.numpy(),
             "server_error": None if self._server_error is None else self._server_error.numpy(),
         }
+
+    @property
+    def layout(self) -> CompressedAllreduce[Any]:
+        return self._layout
 
     @contextmanager
     def errors_on_host(self) -> Iterator[CompressedAllreduce[Any]]:
@@ -599,13 +672,25 @@ class DeviceBucket:
 
     def forget(self) -> None:
         """Drops all errors."""
+        self.shared_error = None
         for variable in (self._worker_error, self._server_error):
             if variable is not None:
                 variable.assign(tf.zeros_like(variable))
 
 
-def _cut(flat: tf.Tensor | None, chunk: Chunk) -> tf.Tensor | None:
-    return None if flat is None else flat[chunk.start : chunk.stop]
+def _bytes_sent(exchange: CompressedAllreduce[Any]) -> tuple[int, int]:
+    """All bytes that a rank sends in one exchange, and those of them that stay on the host."""
+    inside = exchange.bytes_sent_inside
+    return exchange.bytes_sent + inside, inside
+
+
+def _cut(flat: tf.Tensor | None, chunk: Chunk, first: int = 0) -> tf.Tensor | None:
+    """The chunk's part of an array that starts at element `first` of the bucket."""
+    return None if flat is None else flat[chunk.start - first : chunk.stop - first]
+
+
+def _messages(gathered: tf.Tensor, piece: Piece) -> list[tf.Tensor]:
+    return [gathered[low:high] for low, high in piece.byte_ranges]
 
 
 class _Memory:

@@ -23,13 +23,12 @@ from hvd_onebit.errors import OneBitError, scaler_with_local_steps
 from hvd_onebit.options import CompressionOptions, options_from, refuse_freeze_step
 from hvd_onebit.rules import clip_factor, ordered_norm
 from hvd_onebit.stats import Stats
-from hvd_onebit.tensorflow.buckets import on_host
 from hvd_onebit.tensorflow.codec import is_on_host
 from hvd_onebit.tensorflow.engine import FORMAT_VERSION, CompressionEngine, native
 from hvd_onebit.tensorflow.local_steps import LocalStepsEngine, LocalStepsRule
 from hvd_onebit.tensorflow.optimizers import Lamb, LambUpdate, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 from hvd_onebit.tensorflow.rules import AdamRule, LambRule, Rule, SgdRule
-from hvd_onebit.tensorflow.transport import HorovodTransport, HostTransport, TensorTransport
+from hvd_onebit.tensorflow.transport import HorovodTransport, HostTransport, TensorTransport, on_host
 from hvd_onebit.transport import Transport
 
 __all__ = ["DistributedOptimizer", "forget_names", "is_distributed"]
@@ -246,11 +245,6 @@ def _check_optimizer(optimizer: Any, options: CompressionOptions) -> None:
             "the optimizer's update rule. Use one of them."
         )
     _CLASSES[type(optimizer)].rule_type.check(optimizer, options)
-    if options.hierarchical is True:
-        raise ValueError(
-            "hierarchical=True is not there for TensorFlow: its ranks all exchange alike, whatever host they are on; "
-            'leave it at "auto", or use hvd_onebit.torch with PyTorch'
-        )
     if keras.backend.backend() != "tensorflow":
         raise TypeError(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use hvd_onebit.torch with "

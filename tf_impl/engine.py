@@ -21,6 +21,7 @@ from hvd_onebit import notices
 from hvd_onebit.agreement import PARAMETERS, digest, encode_fields, raise_disagreement
 from hvd_onebit.codec import HostCodec
 from hvd_onebit.errors import OneBitError, too_many_skips
+from hvd_onebit.hosts import HostGroups, hierarchical_place
 from hvd_onebit.layout import make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
 from hvd_onebit.rules import bias_correction
@@ -39,10 +40,10 @@ from hvd_onebit.stage import (
 )
 from hvd_onebit.state import owed_by_parameter, share_errors, share_owed, take_shared_errors
 from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats, ring_allreduce_bytes
-from hvd_onebit.tensorflow.buckets import DeviceBucket, ExchangedBucket, HostBucket, Inputs, Sent, on_host
+from hvd_onebit.tensorflow.buckets import DeviceBucket, ExchangedBucket, HostBucket, Hosts, Inputs, Sent
 from hvd_onebit.tensorflow.codec import is_on_host, num_threads
 from hvd_onebit.tensorflow.rules import Moment, Rule, native
-from hvd_onebit.tensorflow.transport import TensorTransport, split_frames
+from hvd_onebit.tensorflow.transport import TensorTransport, on_host, split_frames
 
 __all__ = [
     "FORMAT_VERSION",
@@ -116,6 +117,8 @@ class CompressionEngine:
         """Makes what depends on the ranks: buckets, counts, what is compared."""
         self.transport = transport
         self._gradient_scale = gradient_scale
+        self._place = hierarchical_place(self.options, transport.place)
+        self._groups = None if self._place is None else HostGroups(transport.on_host, self._place)
         self._buckets = self._make_buckets()
         sizes = [
             size * min(v.dtype.size, self._wire_bytes) for size, v in zip(self._sizes, self._variables, strict=True)
@@ -155,12 +158,15 @@ class CompressionEngine:
         index_of = {self._key(i): i for i in self._compressible}
         sizes = [(self._key(i), self._sizes[i]) for i in self._compressible]
         buckets: list[ExchangedBucket] = []
+        hosts = None
+        if self._groups is not None:
+            hosts = Hosts(self._groups.place, self.transport.groups(self._groups))
         for bucket in make_buckets(sizes, bucket_elements=self.options.bucket_elements):
             members = [index_of[name] for name in bucket.parameters]
             on_cpu = is_on_host([self._variables[i] for i in members])
             kind: Any = HostBucket if on_cpu else DeviceBucket
             with tf.init_scope(), tf.device(None if on_cpu else self._variables[members[0]].device):
-                buckets.append(kind(bucket, members, self.transport, self.options, self.rule))
+                buckets.append(kind(bucket, members, self.transport, self.options, self.rule, hosts))
         return buckets
 
     def _key(self, index: int) -> str:
@@ -349,7 +355,20 @@ class CompressionEngine:
                 _raise_disagreement, [self.transport.gather_frames(fields, name="agreement.fields")], tf.bool
             )
 
-        return tf.cond(same, lambda: True, raise_everywhere)
+        # not before: a rank that wants no groups would not come
+        return tf.cond(same, self._connect, raise_everywhere)
+
+    def _connect(self) -> tf.Tensor:
+        """Collective in the first step, if the exchange is hierarchical: finds out which ranks lie where."""
+        groups = self._groups
+        if groups is None:
+            return tf.constant(True)
+
+        def connect() -> Any:
+            groups.connect()
+            return np.bool_(True)
+
+        return tf.ensure_shape(on_host(connect, [], tf.bool), [])
 
     def _parameters_checksum(self, step: tf.Tensor) -> tf.Tensor:
         """Of all variables before the second step: a model that was not built is broadcast after the first."""
@@ -365,8 +384,13 @@ class CompressionEngine:
 
     def _token(self, left_out: Sequence[str], *agreed: Any) -> Array:
         self._refuse_if_ended()
-        self._errors_are_shared = False
+        self._forget_shared()
         return np.frombuffer(digest({"static": self._static_digest, **self._fields_now(left_out, *agreed)}), np.uint8)
+
+    def _forget_shared(self) -> None:
+        self._errors_are_shared = False
+        for bucket in self._buckets:
+            bucket.shared_error = None
 
     def _encoded_fields(self, left_out: Sequence[str], *agreed: Any) -> Array:
         return np.frombuffer(encode_fields({**self._static_fields, **self._fields_now(left_out, *agreed)}), np.uint8)
@@ -388,6 +412,7 @@ class CompressionEngine:
         for i, v in enumerate(self._variables):
             fields[f"parameter {i}"] = f"{self._key(i)} {tuple(v.shape)} {v.dtype.name}"
         fields["world size"] = self.transport.size
+        fields["hosts of the hierarchical exchange"] = None if self._place is None else self._place.num_hosts
         fields.update(self.rule.fields())
         return fields
 
@@ -423,7 +448,7 @@ class CompressionEngine:
         stage = COMPRESSION if compresses else WARM_UP
         if self.transport.size > 1:
             if compresses:
-                self.stats.count(sum(bucket.bytes_sent for bucket in self._buckets))
+                self._count_exchange()
             self.stats.count(
                 sum(n for n, is_frozen in zip(self._allreduce_bytes, frozen, strict=True) if not is_frozen)
             )
@@ -439,6 +464,10 @@ class CompressionEngine:
         if self.transport.size == 1 or frozen[self._compressible].all():
             return np.bool_(False)
         return np.bool_(self._must_look(int(step) + 1, float(lr), table, schedule))
+
+    def _count_exchange(self) -> None:
+        for bucket in self._buckets:
+            self.stats.count(bucket.bytes_sent, inside=bucket.bytes_sent_inside)
 
     def _must_look(self, step: int, lr: float, table: Any, schedule: Array) -> bool:
         if any_frozen(table):
@@ -569,6 +598,10 @@ class CompressionEngine:
             notices.nothing_to_compress("every parameter is kept in full precision by full_precision or min_elements")
         else:
             self._tell_stage()
+            if self._place is not None:
+                notices.hierarchical(self._place.num_hosts, self._place.local_size)
+            elif self.options.hierarchical and self.transport.place.obstacle:
+                notices.not_hierarchical(self.transport.place.obstacle)
 
     def _tell_stage(self) -> None:
         if self.stats.stage == WARM_UP:
@@ -585,17 +618,28 @@ class CompressionEngine:
             "version": FORMAT_VERSION,
             "rank": self.transport.rank,
             "size": self.transport.size,
+            "shard": self._shard_key(),
+            "hosts": None if self._place is None or self._errors_are_shared else self._place.num_hosts,
             "shared": self._errors_are_shared,
             "buckets": {bucket.name: list(bucket.parameters) for bucket in buckets},
             "sizes": {bucket.name: list(bucket.sizes) for bucket in buckets},
-            "server_starts": {bucket.bucket.name: bucket.server_start for bucket in self._buckets},
+            "worker_starts": {bucket.bucket.name: bucket.layout.shard[0] for bucket in self._buckets},
+            "server_starts": {bucket.bucket.name: bucket.layout.own_chunk.start for bucket in self._buckets},
         }
         arrays = {"about": np.frombuffer(json.dumps(described).encode(), np.uint8)}
         for bucket in self._buckets:
-            for name, error in bucket.errors().items():
+            errors = bucket.errors()
+            if bucket.shared_error is not None:
+                errors["worker_error"] = bucket.shared_error
+            for name, error in errors.items():
                 if error is not None:
                     arrays[f"{bucket.bucket.name}.{name}"] = error.copy()
         return arrays
+
+    def _shard_key(self) -> list[int] | None:
+        """Which part of every bucket this rank's errors are of; None: of the whole."""
+        place = self._place
+        return None if place is None else [place.local_rank, place.local_size, place.host, place.num_hosts]
 
     def load(self, arrays: dict[str, Array] | None) -> None:
         """Takes up restored variables, and the errors that `state` returned, if there are any. Not collective."""
@@ -642,7 +686,8 @@ class CompressionEngine:
         self._agree(step, lr, tf.identity(native(self.table)))
         for bucket in self._buckets:
             with bucket.errors_on_host() as exchange:
-                share_errors(exchange, self.transport.on_host, HostCodec(num_threads))
+                shared = share_errors(exchange, self.transport.on_host, HostCodec(num_threads), self._groups)
+            bucket.shared_error = None if self._groups is None else shared
         self._errors_are_shared = True
 
     def share_owed(self, errors: Mapping[str, Any], size: int, weight: float) -> None:
@@ -658,7 +703,8 @@ class CompressionEngine:
         owed = owed_by_parameter(errors, size) if weight else {}
         for bucket in self._buckets:
             with bucket.errors_on_host() as exchange:
-                share_owed(exchange, owed, weight, self.transport.on_host, HostCodec(num_threads))
+                shared = share_owed(exchange, owed, weight, self.transport.on_host, HostCodec(num_threads))
+            bucket.shared_error = None if self._groups is None else shared
         self._errors_are_shared = True
 
     def _take_up(self, about: Mapping[str, Any] | None, errors: Mapping[str, Any], owed: Mapping[str, Array]) -> None:
@@ -725,6 +771,9 @@ class CompressionEngine:
         if here != there:
             notices.dropped_errors(f"saved by rank {there[0]} of {there[1]}, restored on rank {here[0]} of {here[1]}")
             return
+        if about["shard"] != self._shard_key():
+            notices.dropped_errors("saved by a hierarchical exchange over other hosts, or by one that is not")
+            return
         for bucket in self._buckets:
             name = bucket.bucket.name
             saved = errors.get(name)
@@ -742,7 +791,11 @@ class CompressionEngine:
         missing = []
         for bucket in self._buckets:
             with bucket.errors_on_host() as exchange:
-                missing += take_shared_errors(exchange, parts)
+                whole = None
+                if self._groups is not None and exchange.worker_error is not None:
+                    whole = np.zeros(bucket.bucket.num_elements, np.float32)
+                missing += take_shared_errors(exchange, parts, whole)
+            bucket.shared_error = whole
         if missing:
             notices.dropped_errors(f"none of this size were saved for {', '.join(missing[:8])}")
         self._errors_are_shared = True
@@ -751,12 +804,22 @@ class CompressionEngine:
 def unpack_errors(arrays: Mapping[str, Array]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `CompressionEngine.state` returned: whose it is, and the errors by bucket, as in `hvd_onebit.state`."""
     about = json.loads(arrays["about"].tobytes())
-    about = {"shared": False, "sizes": {}, "server_starts": {}, **about}
+    about = {
+        "shared": False,
+        "shard": None,
+        "hosts": None,
+        "sizes": {},
+        "server_starts": {},
+        "worker_starts": {},
+        **about,
+    }
     errors = {
         name: {
             "parameters": parameters,
             "sizes": about["sizes"].get(name, []),
             "worker_error": arrays.get(f"{name}.worker_error"),
+            "worker_start": about["worker_starts"].get(name, 0),
+            "hosts": about["hosts"],
             "server_error": arrays.get(f"{name}.server_error"),
             "server_start": about["server_starts"].get(name, 0),
         }

@@ -23,9 +23,10 @@ from hvd_onebit.rules import AdamStep, bias_correction, denominator
 from hvd_onebit.schedule import Rounds, RoundSchedule
 from hvd_onebit.stage import FROZEN_STEP, VARIANCE_STEPS, first_frozen_step, variance_threshold
 from hvd_onebit.stats import COMPRESSION, ring_allreduce_bytes
-from hvd_onebit.tensorflow.buckets import Inputs, on_host
+from hvd_onebit.tensorflow.buckets import Inputs
 from hvd_onebit.tensorflow.engine import CompressionEngine, flat_tensor, pack_schedule, unpack_schedule
 from hvd_onebit.tensorflow.rules import AdamRule, Moment, native
+from hvd_onebit.tensorflow.transport import on_host
 
 __all__ = ["LocalStepsEngine", "LocalStepsRule"]
 
@@ -447,7 +448,7 @@ class LocalStepsEngine(CompressionEngine):
 
     def _count_local_step(self, done: Any, step: Any, lr: Any, table: Array, rounds: Array, schedule: Array) -> Any:
         self._refuse_if_ended()
-        self._errors_are_shared = False
+        self._forget_shared()
         variance_due, exchanges, goes_on, moved, is_finite_here, communicates = (bool(each) for each in done)
         stats, now = self.stats, int(step) + 1
         if communicates:
@@ -456,7 +457,7 @@ class LocalStepsEngine(CompressionEngine):
         if variance_due:
             stats.count(sum(self._variance_bytes(bucket.bucket.num_elements) for bucket in self._buckets))
         if exchanges and goes_on:
-            stats.count(sum(bucket.bytes_sent for bucket in self._buckets))
+            self._count_exchange()
         stats.end_step(COMPRESSION, skipped=not moved)
         stats.stage, stats.step = COMPRESSION, int(step) + moved
         stats.frozen_step = first_frozen_step(table)

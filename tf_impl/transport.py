@@ -3,23 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvd_onebit.errors import OneBitError
-from hvd_onebit.state import Collectives
-from hvd_onebit.transport import Pending, Transport
+from hvd_onebit.hosts import HostGroups, Place, horovods_place
+from hvd_onebit.transport import Group, Pending, Transport, ordered_mean
+from hvd_onebit.transport.shared import SharedMemory, share_memory
 
 if TYPE_CHECKING:
     from horovod.common.process_sets import ProcessSet
 
-__all__ = ["HorovodTransport", "HostTransport", "TensorTransport", "split_frames"]
+__all__ = [
+    "HorovodTransport",
+    "HostTransport",
+    "TensorGroup",
+    "TensorGroups",
+    "TensorTransport",
+    "on_host",
+    "split_frames",
+]
+
+HostArray = npt.NDArray[Any]
 
 
-class TensorTransport(Protocol):
-    """Collectives among `size` ranks on tensors. In a graph they are operations, which run when their inputs are there.
+def on_host(function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: Any, *, stateful: bool = True) -> Any:
+    """`function` on the tensors' NumPy views, as an operation.
+
+    Args:
+        function: gets arrays that may share the tensors' memory and are not to be written.
+        inputs: tensors.
+        types: dtype or list of dtypes of what it returns.
+        stateful: TensorFlow runs stateful functions in the order of the program, and even if nobody uses the result.
+            Others run as soon as their inputs are there: once, as long as somebody uses the result.
+    """
+    if not tf.executing_eagerly():
+        return tf.numpy_function(function, list(inputs), types, stateful=stateful)
+    results = function(*(tf.convert_to_tensor(each).numpy() for each in inputs))
+    if not isinstance(types, list):
+        return tf.constant(results, types)
+    return [tf.constant(result, dtype) for result, dtype in zip(results, types, strict=True)]
+
+
+class TensorGroup(Protocol):
+    """What an exchange needs of some ranks, on tensors. In a graph: operations, which run when their inputs are there.
+
+    `hvd_onebit.transport.Group` says what each of them does.
+    """
+
+    def alltoall(
+        self, message: tf.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
+    ) -> tf.Tensor: ...
+
+    def allgather(self, message: tf.Tensor, receive_bytes: Sequence[int], *, name: str) -> tf.Tensor: ...
+
+
+class HostTensorGroup(TensorGroup, Protocol):
+    """The ranks of one host."""
+
+    def reduce_scatter(self, values: tf.Tensor, lengths: Sequence[int], *, name: str) -> tf.Tensor: ...
+
+    def zeros(self, num_elements: int) -> HostArray:
+        """Zeros (float32) on the host, which `reduce_scatter` reads without a copy where that can be had."""
+        ...
+
+
+@dataclass(frozen=True)
+class TensorGroups:
+    """The two groups of a hierarchical exchange; which ranks are in them is known when they are used."""
+
+    inside: HostTensorGroup
+    across: TensorGroup
+
+
+class TensorTransport(TensorGroup, Protocol):
+    """Collectives among `size` ranks on tensors.
 
     Attributes:
         runs_in_graph: False when collectives run at once, in the order of calls, and so in eager code only.
@@ -34,15 +96,18 @@ class TensorTransport(Protocol):
     def size(self) -> int: ...
 
     @property
-    def on_host(self) -> Collectives[Any]:
+    def place(self) -> Place:
+        """Where this rank runs."""
+        ...
+
+    @property
+    def on_host(self) -> Transport[Any]:
         """The same ranks, for NumPy arrays in eager code."""
         ...
 
-    def alltoall(
-        self, message: tf.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
-    ) -> tf.Tensor: ...
-
-    def allgather(self, message: tf.Tensor, receive_bytes: Sequence[int], *, name: str) -> tf.Tensor: ...
+    def groups(self, groups: HostGroups[Any]) -> TensorGroups:
+        """For tensors what `groups`, made on `on_host`, are for arrays. They must be connected before a step's use."""
+        ...
 
     def allreduce(self, values: Sequence[tf.Tensor], *, names: Sequence[str]) -> list[tf.Tensor]:
         """The mean of every tensor over ranks."""
@@ -86,6 +151,8 @@ class HorovodTransport:
         self._hvd = hvd
         self._process_set = process_set
         self._rank, self._size = int(process_set.rank()), int(process_set.size())
+        self._place = horovods_place(hvd, process_set, is_homogeneous=bool(hvd.is_homogeneous()))
+        self._on_host = _HorovodOnHost(self, hvd, process_set)
         self._make_prefix = make_prefix
         self._prefix: str | None = None
         self._num_groups = num_groups
@@ -109,17 +176,32 @@ class HorovodTransport:
         return self._size
 
     @property
-    def on_host(self) -> Collectives[Any]:
-        return _HorovodOnHost(self, self._hvd, self._process_set)
+    def place(self) -> Place:
+        return self._place
+
+    @property
+    def on_host(self) -> Transport[Any]:
+        return self._on_host
+
+    def groups(self, groups: HostGroups[Any]) -> TensorGroups:
+        place = groups.place
+        return TensorGroups(
+            _HorovodGroup(self, lambda: groups.inside, place.local_rank, place.local_size, "inside"),
+            _HorovodGroup(self, lambda: groups.across, place.host, place.num_hosts, "across"),
+        )
 
     def alltoall(
         self, message: tf.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
     ) -> tf.Tensor:
-        splits = tf.constant(list(send_bytes), tf.int32)
+        received = self.alltoall_by(message, tf.constant(list(send_bytes), tf.int32), name=name)
+        return _shaped(received, receive_bytes)
+
+    def alltoall_by(self, message: tf.Tensor, splits: tf.Tensor, *, name: str) -> tf.Tensor:
+        """The same with counts (int32) that are known when it runs."""
         received, _ = self._hvd.alltoall(
             message, splits, name=self._named(name), ignore_name_scope=True, process_set=self._process_set
         )
-        return _shaped(received, receive_bytes)
+        return received
 
     def allgather(self, message: tf.Tensor, receive_bytes: Sequence[int], *, name: str) -> tf.Tensor:
         gathered = self._hvd.allgather(
@@ -154,6 +236,51 @@ class HorovodTransport:
         return f"{self._prefix}.{name}"
 
 
+class _HorovodGroup:
+    """Some ranks of a HorovodTransport, on tensors: all ranks take part in its alltoall, and send nothing to others.
+
+    Process sets would have to be added at run time by all ranks together, which users must allow, and they are
+    negotiated one after the other in every cycle of Horovod's: measured, all collectives took about twice as long.
+    """
+
+    def __init__(self, everyone: HorovodTransport, find: Callable[[], Any], rank: int, size: int, name: str) -> None:
+        self._everyone = everyone
+        self._find: Callable[[], _HorovodSubgroup] = find
+        self._name = name
+        self.rank = rank
+        self.size = size
+
+    def alltoall(
+        self, message: tf.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
+    ) -> tf.Tensor:
+        def counts(_: Any) -> Any:
+            return np.array(self._find().spread(send_bytes), np.int32)
+
+        # with an input, or it would be taken for a constant and asked before the ranks are known
+        splits = tf.ensure_shape(on_host(counts, [message[:1]], tf.int32, stateful=False), [self._everyone.size])
+        return _shaped(self._everyone.alltoall_by(message, splits, name=f"{self._name}.{name}"), receive_bytes)
+
+    def allgather(self, message: tf.Tensor, receive_bytes: Sequence[int], *, name: str) -> tf.Tensor:
+        counts = [int(message.shape[0])] * self.size
+        return self.alltoall(tf.tile(message, [self.size]), counts, receive_bytes, name=name)
+
+    def reduce_scatter(self, values: tf.Tensor, lengths: Sequence[int], *, name: str) -> tf.Tensor:
+        """The values go to the others, or word where in memory they lie: what is sent is known when it runs."""
+        types = [tf.uint8, tf.int32]
+        message, splits = on_host(
+            lambda array: self._find().offer(array, lengths, name=name), [values], types, stateful=False
+        )
+        message, splits = tf.ensure_shape(message, [None]), tf.ensure_shape(splits, [self._everyone.size])
+        received = self._everyone.alltoall_by(message, splits, name=f"{self._name}.{name}")
+        mean = on_host(
+            lambda offers: self._find().mean_of(offers, lengths, name=name), [received], tf.float32, stateful=False
+        )
+        return tf.ensure_shape(mean, [lengths[self.rank]])
+
+    def zeros(self, num_elements: int) -> HostArray:
+        return self._find().zeros(num_elements)
+
+
 class _HorovodOnHost:
     """horovod.tensorflow's collectives for NumPy arrays. They run at once: eager operations have no names."""
 
@@ -161,14 +288,129 @@ class _HorovodOnHost:
         self._tensors = tensors
         self._hvd = hvd
         self._process_set = process_set
+        self._memory: SharedMemory | None = None
 
-    def allgather(self, message: np.ndarray, receive_bytes: Sequence[int], *, name: str) -> Pending[np.ndarray]:
+    @property
+    def rank(self) -> int:
+        return self._tensors.rank
+
+    @property
+    def size(self) -> int:
+        return self._tensors.size
+
+    @property
+    def place(self) -> Place:
+        return self._tensors.place
+
+    def subgroup(self, ranks: Sequence[int], *, name: str, same_host: bool = False) -> Group[Any]:
+        memory = None
+        if same_host:
+            self._memory = self._memory or SharedMemory()
+            memory = self._memory if share_memory(self._memory, self, ranks) else None
+        return _HorovodSubgroup(self, ranks, memory)
+
+    def shared_zeros(self, num_elements: int) -> HostArray | None:
+        return None
+
+    def alltoall(
+        self, message: HostArray, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
+    ) -> Pending[HostArray]:
+        received = self._tensors.alltoall_by(tf.constant(message), tf.constant(list(send_bytes), tf.int32), name=name)
+        return _Arrived(received.numpy())
+
+    def allgather(self, message: HostArray, receive_bytes: Sequence[int], *, name: str) -> Pending[HostArray]:
         return _Arrived(self._tensors.allgather(tf.constant(message), receive_bytes, name=name).numpy())
 
-    def allreduce(self, values: np.ndarray, *, name: str) -> Pending[np.ndarray]:
+    def allreduce(self, values: HostArray, *, name: str) -> Pending[HostArray]:
         # the plain mean, whatever op and compression the gradients have
         mean = self._hvd.allreduce(tf.constant(values), op=self._hvd.Average, name=name, process_set=self._process_set)
         return _Arrived(mean.numpy())
+
+    def reduce_scatter(self, values: HostArray, lengths: Sequence[int], *, name: str) -> Pending[HostArray]:
+        return _mean_of_parts(self, values, lengths, name=name)
+
+    def allgather_bytes(self, data: bytes, *, name: str) -> Pending[list[bytes]]:
+        frames = self._tensors.gather_frames(tf.constant(np.frombuffer(data, np.uint8)), name=name)
+        return _Arrived(split_frames(frames.numpy().tobytes()))
+
+
+class _HorovodSubgroup:
+    """Some ranks of a HorovodTransport, for NumPy arrays in eager code.
+
+    Args:
+        everyone: all ranks; they take part in all that these do.
+        ranks: the members.
+        memory: that the members show each other, if they do.
+    """
+
+    def __init__(self, everyone: _HorovodOnHost, ranks: Sequence[int], memory: SharedMemory | None) -> None:
+        self._everyone = everyone
+        self._ranks = tuple(ranks)
+        self._memory = memory
+        self.rank = self._ranks.index(everyone.rank)
+        self.size = len(self._ranks)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its ranks read each other's values where they lie."""
+        return self._memory is not None
+
+    def spread(self, counts: Sequence[int]) -> list[int]:
+        """Counts for the members as counts for all ranks."""
+        spread = [0] * self._everyone.size
+        for rank, count in zip(self._ranks, counts, strict=True):
+            spread[rank] = count
+        return spread
+
+    def alltoall(
+        self, message: HostArray, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
+    ) -> Pending[HostArray]:
+        return self._everyone.alltoall(message, self.spread(send_bytes), self.spread(receive_bytes), name=name)
+
+    def allgather(self, message: HostArray, receive_bytes: Sequence[int], *, name: str) -> Pending[HostArray]:
+        return self.alltoall(np.tile(message, self.size), [len(message)] * self.size, receive_bytes, name=name)
+
+    def allreduce(self, values: HostArray, *, name: str) -> Pending[HostArray]:
+        flat = values.reshape(-1)
+        every = self.allgather(flat, [len(flat)] * self.size, name=name).wait()
+        return _Arrived(ordered_mean(list(every.reshape(self.size, *values.shape))))
+
+    def reduce_scatter(self, values: HostArray, lengths: Sequence[int], *, name: str) -> Pending[HostArray]:
+        return _mean_of_parts(self, values, lengths, name=name)
+
+    def offer(self, values: HostArray, lengths: Sequence[int], *, name: str) -> tuple[HostArray, HostArray]:
+        """What an alltoall of all ranks sends so that the members can take their means, and how much to each rank."""
+        if self._memory is None or not len(values):
+            counts = [4 * length for length in lengths]
+            return values.view(np.uint8), np.array(self.spread(counts), np.int32)
+        # everybody is told where the values are: they stay there until all have read them, since no rank gets to the
+        # next step's before the others have sent what they made of these
+        at = np.array([self._memory.expose(name, values)], np.int64).view(np.uint8)
+        return np.tile(at, self.size), np.array(self.spread([len(at)] * self.size), np.int32)
+
+    def mean_of(self, offers: HostArray, lengths: Sequence[int], *, name: str) -> HostArray:
+        """This rank's part of the mean, from what all members have offered."""
+        if self._memory is None or not sum(lengths):
+            return _ordered_mean_of(offers.view(np.float32), self.size)
+        stop = sum(lengths[: self.rank + 1])
+        own = slice(stop - lengths[self.rank], stop)
+        return self._memory.mean(name, own, sum(lengths), [int(at) for at in offers.view(np.int64)])
+
+    def zeros(self, num_elements: int) -> HostArray:
+        """Zeros (float32) that `offer` need not copy."""
+        if self._memory is None or not num_elements:
+            return np.zeros(num_elements, np.float32)
+        return self._memory.zeros(num_elements)
+
+
+def _mean_of_parts(group: Group[Any], values: HostArray, lengths: Sequence[int], *, name: str) -> Pending[HostArray]:
+    received = group.alltoall(values, lengths, [lengths[group.rank]] * group.size, name=name).wait()
+    return _Arrived(_ordered_mean_of(received, group.size))
+
+
+def _ordered_mean_of(parts: HostArray, size: int) -> HostArray:
+    mean: HostArray = np.asarray(ordered_mean(list(parts.reshape(size, -1))))
+    return mean
 
 
 class _Arrived:
@@ -201,8 +443,15 @@ class HostTransport:
         return self._inner.size
 
     @property
-    def on_host(self) -> Collectives[Any]:
+    def place(self) -> Place:
+        return self._inner.place
+
+    @property
+    def on_host(self) -> Transport[Any]:
         return self._inner
+
+    def groups(self, groups: HostGroups[Any]) -> TensorGroups:
+        return TensorGroups(_LocalGroup(lambda: groups.inside), _LocalGroup(lambda: groups.across))
 
     def alltoall(
         self, message: tf.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
@@ -226,6 +475,27 @@ class HostTransport:
         return tf.constant(np.frombuffer(framed, np.uint8))
 
 
+class _LocalGroup:
+    """A group of a core transport's ranks for tensors of eager code."""
+
+    def __init__(self, find: Callable[[], Group[Any]]) -> None:
+        self._find = find
+
+    def alltoall(
+        self, message: tf.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
+    ) -> tf.Tensor:
+        return tf.constant(self._find().alltoall(_array(message), send_bytes, receive_bytes, name=name).wait())
+
+    def allgather(self, message: tf.Tensor, receive_bytes: Sequence[int], *, name: str) -> tf.Tensor:
+        return tf.constant(self._find().allgather(_array(message), receive_bytes, name=name).wait())
+
+    def reduce_scatter(self, values: tf.Tensor, lengths: Sequence[int], *, name: str) -> tf.Tensor:
+        return tf.constant(self._find().reduce_scatter(_array(values), lengths, name=name).wait())
+
+    def zeros(self, num_elements: int) -> HostArray:
+        return np.zeros(num_elements, np.float32)
+
+
 def split_frames(framed: bytes) -> list[bytes]:
     """Every rank's bytes, from what `gather_frames` returned."""
     parts = []
@@ -236,13 +506,13 @@ def split_frames(framed: bytes) -> list[bytes]:
     return parts
 
 
-def _array(tensor: tf.Tensor) -> np.ndarray:
+def _array(tensor: tf.Tensor) -> HostArray:
     if not tf.executing_eagerly():
         raise OneBitError(
             "transport= serves eager code only, since its collectives run in the order of calls: compile the model "
             "with run_eagerly=True, or call apply() outside tf.function"
         )
-    array: np.ndarray = tensor.numpy()
+    array: HostArray = tensor.numpy()
     return array
 
 

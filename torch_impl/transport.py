@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvd_onebit.hosts import Place
+from hvd_onebit.hosts import Place, horovods_place
 from hvd_onebit.transport import Group, Pending, Transport, ordered_mean
 from hvd_onebit.transport.shared import SharedMemory, share_memory
 
@@ -73,12 +73,7 @@ class HorovodTransport:
     def _find_place(self) -> Place:
         from horovod.torch.mpi_ops import is_homogeneous
 
-        hvd, rank, size = self._hvd, self._rank, self._size
-        if self._process_set.process_set_id != 0:
-            return Place(0, 1, rank, size, "the optimizer is on a process set, which need not lie evenly on hosts")
-        if not is_homogeneous() or hvd.cross_size() * hvd.local_size() != size:
-            return Place(0, 1, rank, size, "the hosts have different numbers of ranks")
-        return Place(hvd.cross_rank(), hvd.cross_size(), hvd.local_rank(), hvd.local_size())
+        return horovods_place(self._hvd, self._process_set, is_homogeneous=bool(is_homogeneous()))
 
     def subgroup(self, ranks: Sequence[int], *, name: str, same_host: bool = False) -> Group[Tensor]:
         memory = None

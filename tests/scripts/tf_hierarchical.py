@@ -1,0 +1,92 @@
+"""Trains on two hosts with two ranks each, hierarchically: python tf_hierarchical.py FOLDER."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from tf_training import variables
+
+import hvd_onebit.tensorflow as onebit
+from hvd_onebit.transport.local import LocalTransport, run_ranks
+from hvd_onebit.transport.shared import SharedMemory
+
+SHAPES = ((300, 1000), (1000,), (100, 1000), (7,))
+FREEZE, STEPS = 2, 6
+
+
+def gradients(step: int, rank: int) -> list[tf.Tensor]:
+    """Exact when averaged over two or four ranks, in whatever order."""
+    rng = np.random.default_rng(1000 * step + rank)
+    return [tf.constant((np.round(8 * rng.standard_normal(shape)) / 8).astype(np.float32)) for shape in SHAPES]
+
+
+def train(**options: Any) -> tuple[Any, list[Any]]:
+    trained = variables(SHAPES)
+    optimizer = onebit.DistributedOptimizer(
+        keras.optimizers.Adam(0.01, beta_2=0.95),
+        hierarchical=True,
+        freeze_step=FREEZE,
+        bucket_elements=150_000,
+        check_every=1,
+        **options,
+    )
+    transport = options.get("transport")
+    rank = hvd.rank() if transport is None else transport.rank
+    for step in range(STEPS):
+        optimizer.apply(gradients(step, rank), trained)
+    return optimizer, trained
+
+
+def checksum(trained: list[Any]) -> int:
+    crc = 0
+    for v in trained:
+        crc = zlib.crc32(v.numpy().tobytes(), crc)
+    return crc
+
+
+def run_on_threads(transport: LocalTransport) -> int:
+    return checksum(train(transport=transport)[1])
+
+
+def shares_memory(optimizer: Any) -> bool:
+    return bool(optimizer._engine.value._groups.inside.shares_memory)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO)
+    hvd.init()
+    optimizer, trained = train()
+    with mock.patch.object(SharedMemory, "open_peers", return_value=hvd.rank() != 3):
+        other, without_memory = train()
+    optimizer.synchronize_for_checkpoint()
+    saved: dict[str, Any] = {}
+    optimizer.save_own_variables(saved)
+    whole = [array for key, array in saved.items() if key.endswith("worker_error")]
+    everyones = hvd.allgather_object(checksum([tf.constant(each) for each in whole]))
+    stats = optimizer.stats
+    found = {
+        "memory": [shares_memory(optimizer), shares_memory(other)],
+        "parameters": checksum(trained),
+        "without memory": checksum(without_memory),
+        # on one rank: the others are compared with it
+        "threads": run_ranks(4, run_on_threads, ranks_per_host=2)[0] if hvd.rank() == 0 else None,
+        "errors kept": len(set(everyones)) == 1 and sum(map(len, whole)) == stats.compressed_elements,
+        "num_elements": stats.compressed_elements,
+        "sent to other hosts": stats.bytes_per_step["compression"] - stats.inside_bytes_per_step["compression"],
+    }
+    (Path(sys.argv[1]) / f"{hvd.rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
