@@ -2,6 +2,7 @@
 # with its C kernels, and Horovod, compiled once (about 8 minutes on 2 cores) and kept in the user's cache.
 #
 #   make PYTHON=python3.12 ...        another interpreter
+#   make WORKERS=4 test           more test files at a time, where there are more than two cores
 #   make TORCH_INDEX=URL ...          where pip also looks for torch. On Linux the default index may serve a CUDA build of
 #                                     several GB; the CPU build serves as well. PIP_INDEX_URL and all of pip's own
 #                                     variables work too.
@@ -13,6 +14,7 @@ SHELL := bash
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+WORKERS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
@@ -59,7 +61,7 @@ demo-keras: setup
 	    --json demo-keras/figures.json
 
 test: setup lint $(STAMPS)/triton
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMPS)/package
 	HVD_ONEBIT_SOAK_STEPS=20000 $(PY) -m pytest tests/test_soak.py --timeout 3600

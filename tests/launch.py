@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LAUNCHERS", "Completed", "interruptible", "rank_environment", "run_horovod"]
+__all__ = ["LAUNCHERS", "Completed", "Launches", "checks_in", "interruptible", "rank_environment", "run_horovod"]
 
 LAUNCHERS = ("gloo", "mpi", "mpirun")
 """horovodrun --gloo, horovodrun --mpi, and Open MPI's own mpirun."""
@@ -129,6 +130,72 @@ def run_horovod(
         _end(process, mark)
     output = written.decode(errors="replace").replace("\r\n", "\n")
     return Completed(command, returncode, output, _by_rank(output, np), time.monotonic() - start)
+
+
+def checks_in(script: Path) -> list[str]:
+    """The names of the functions that are decorated with `check` there."""
+    return re.findall(r"^@check\ndef (\w+)", script.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+class Launches:
+    """Many checks in one launch each, as starting one costs seconds; made once, when the first test asks for it.
+
+    The script is called with a folder and the names of its checks, and writes what came of each to {rank}.json there.
+
+    Args:
+        script: holds the checks.
+        plans: by name: the launcher, the number of ranks, and the checks.
+        root: a folder for the launches' own.
+        timeout: seconds until a launch is ended.
+        env: variables on top of `rank_environment()`.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        plans: Mapping[str, tuple[str, int, list[str]]],
+        root: Path,
+        *,
+        timeout: float,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._script = script
+        self._plans = plans
+        self._root = root
+        self._timeout = timeout
+        own = {"PYTHONPATH": str(Path(__file__).parent), "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+        self._environment = {**own, **(env or {})}
+        self._done: dict[str, Completed] = {}
+
+    def folder(self, name: str) -> Path:
+        return self._root / name
+
+    def __call__(self, name: str) -> Completed:
+        if name not in self._done:
+            launcher, size, checks = self._plans[name]
+            folder = self.folder(name)
+            folder.mkdir()
+            self._done[name] = run_horovod(
+                self._script,
+                size,
+                str(folder),
+                *checks,
+                launcher=launcher,
+                timeout=self._timeout,
+                cwd=folder,
+                env=self._environment,
+            )
+        return self._done[name]
+
+    def assert_passed(self, name: str, check: str) -> None:
+        """Raises AssertionError unless the check held on every rank."""
+        completed = self(name)
+        for rank in range(self._plans[name][1]):
+            path = self.folder(name) / f"{rank}.json"
+            results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            failed = [each for each, result in results.items() if result != "passed"]
+            why = results.get(check, f"never came to it; not passed before: {', '.join(failed) or 'none'}")
+            assert why == "passed", f"rank {rank}: {why}\n{completed.output[-8000:]}"
 
 
 def _by_rank(output: str, size: int) -> tuple[str, ...]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from launch import Completed, run_horovod
+from launch import Launches, checks_in
 from torch_training import assert_bit_equal, distribute, on_ranks, parameters, snapshot, train
 
 from hvd_onebit.transport.local import LocalTransport
 
 pytest.importorskip("horovod.torch")
 
-TESTS = Path(__file__).parent
-CHECKS_SCRIPT = TESTS / "scripts" / "torch_checks.py"
-EVERY_CHECK = re.findall(r"^@check\ndef (\w+)", CHECKS_SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+SCRIPT = Path(__file__).parent / "scripts" / "torch_checks.py"
+EVERY_CHECK = checks_in(SCRIPT)
 
 SETS_OF_ANY_SIZE = ["process_set"]  # for three ranks and HOROVOD_DYNAMIC_PROCESS_SETS
 EVERYWHERE = [
@@ -40,68 +37,26 @@ LAUNCHES: dict[str, tuple[str, int, list[str]]] = {
 }
 
 
-class Launches:
-    """Each launch is made once, when the first test asks for it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._done: dict[str, Completed] = {}
-
-    def folder(self, name: str) -> Path:
-        return self._folder / name
-
-    def __call__(self, name: str) -> Completed:
-        if name not in self._done:
-            launcher, size, checks = LAUNCHES[name]
-            folder = self.folder(name)
-            folder.mkdir()
-            self._done[name] = run_horovod(
-                CHECKS_SCRIPT,
-                size,
-                str(folder),
-                *checks,
-                launcher=launcher,
-                timeout=150,
-                cwd=folder,
-                env={"PYTHONPATH": str(TESTS), "HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
-            )
-        return self._done[name]
-
-    def results(self, name: str) -> list[dict[str, str]]:
-        """What came of each check, by rank."""
-        completed = self(name)
-        results = []
-        for rank in range(LAUNCHES[name][1]):
-            file = self.folder(name) / f"{rank}.json"
-            assert file.exists(), f"rank {rank} left nothing (launcher: {completed.returncode}):\n{completed.output}"
-            results.append(json.loads(file.read_text(encoding="utf-8")))
-        return results
-
-
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    return Launches(tmp_path_factory.mktemp("launches"))
+    return Launches(SCRIPT, LAUNCHES, tmp_path_factory.mktemp("launches"), timeout=300.0)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize(
     ("launch", "name"), [(launch, name) for launch, (_, _, checks) in LAUNCHES.items() for name in checks]
 )
 def test_check_holds_on_every_rank(launches: Launches, launch: str, name: str) -> None:
-    for rank, results in enumerate(launches.results(launch)):
-        if name not in results:
-            failed = [each for each, result in results.items() if result != "ok"]
-            pytest.fail(f"rank {rank} never came to it: {', '.join(failed) or 'its process ended'}")
-        assert results[name] == "ok", f"rank {rank}:\n{results[name]}"
+    launches.assert_passed(launch, name)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_the_launcher_ends_well(launches: Launches, launch: str) -> None:
     launches(launch).check()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("launch", ["gloo-2", "mpirun-2", "mpi-2"])
 def test_the_same_seeds_give_the_same_bits_as_the_local_transport(launches: Launches, launch: str) -> None:
     def work(transport: LocalTransport) -> list[torch.Tensor]:
@@ -118,7 +73,7 @@ def test_the_same_seeds_give_the_same_bits_as_the_local_transport(launches: Laun
         assert_bit_equal(found, expected, f"on rank {rank}")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(320)
 def test_a_process_set_trains_as_a_world_of_its_size(launches: Launches) -> None:
     def work(transport: LocalTransport) -> list[torch.Tensor]:
         params = parameters()
@@ -132,14 +87,14 @@ def test_a_process_set_trains_as_a_world_of_its_size(launches: Launches) -> None
         assert_bit_equal(found, expected, f"on member {rank}")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(320)
 def test_every_check_is_run_somewhere() -> None:
     assert set(EVERY_CHECK) == {name for _, _, checks in LAUNCHES.values() for name in checks}
 
 
 def test_nothing_is_left_behind() -> None:
     """The launchers' processes all end with them."""
-    mine = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and _runs(entry, CHECKS_SCRIPT)]
+    mine = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and _runs(entry, SCRIPT)]
     assert not mine
 
 

@@ -1,26 +1,19 @@
-"""Checks of hvd_onebit.torch under a real launcher: python torch_checks.py FOLDER CHECK...
-
-Every rank runs the checks in the order given, and writes FOLDER/rank.json with what came of each. A check that fails
-ends this rank, as its peers might wait for it otherwise.
-"""
+"""Checks of hvd_onebit.torch under a real launcher: see rank_checks.py."""
 
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import pickle
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 import pytest
 import torch
+from rank_checks import FOLDER, check, run_checks
 from torch import Tensor
 from torch_training import SHAPES, assert_bit_equal, gradient, mean_gradient, parameters, set_gradients, snapshot
 
@@ -28,15 +21,6 @@ import hvd_onebit.torch as onebit
 from hvd_onebit.errors import OneBitError
 
 Adam, AdamW = torch.optim.Adam, torch.optim.AdamW
-
-CHECKS: dict[str, Callable[[], Any]] = {}
-FOLDER = Path()
-
-
-def check(function: Callable[[], Any]) -> Callable[[], Any]:
-    CHECKS[function.__name__] = function
-    return function
-
 
 # -- helpers --
 
@@ -692,28 +676,12 @@ def notices() -> None:
 
 
 def main() -> int:
-    global FOLDER
-    FOLDER = Path(sys.argv[1])
     warnings.simplefilter("error")
     # Horovod's own, on every interpreter of today
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.set_num_threads(1)
     hvd.init()
-    results: dict[str, str] = {}
-    try:
-        for name in sys.argv[2:]:
-            start = time.monotonic()
-            try:
-                CHECKS[name]()
-            except BaseException:
-                results[name] = traceback.format_exc()
-                return 1
-            results[name] = "ok"
-            if hvd.rank() == 0:
-                print(f"{name}: {time.monotonic() - start:.2f} s", flush=True)
-        return 0
-    finally:
-        (FOLDER / f"{hvd.rank()}.json").write_text(json.dumps(results), encoding="utf-8")
+    return run_checks(hvd.rank())
 
 
 if __name__ == "__main__":
