@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transport_contract import CONTRACT
 
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.transport.local import LocalTransport, run_ranks
+from hvd_onebit.transport.shared import SharedMemory
 
 SCRIPT = Path(__file__).parent / "scripts" / "transport_contract_script.py"
 
@@ -130,3 +132,17 @@ def test_a_rank_that_does_not_come_ends_the_others() -> None:
 def test_lengths_other_than_announced_are_found(wrong: Callable[[Any], Any]) -> None:
     with pytest.raises(AssertionError):
         run_ranks(2, wrong, timeout_seconds=10)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
+def test_bytes_that_peers_may_still_read_outlive_the_next_ones() -> None:
+    """A rank may show its next message before the slowest peer has read the last one, but not the one after."""
+    memory = SharedMemory()
+    assert memory.open_peers([memory.key])
+    shown = [np.full(5, number, np.uint8) for number in range(4)]
+    before = memory.expose_bytes("m", shown[0])
+    for number in (1, 2, 3):
+        now = memory.expose_bytes("m", shown[number])
+        assert (memory.bytes_of(0, before, 5) == number - 1).all()
+        assert (memory.bytes_of(0, now, 5) == number).all()
+        before = now

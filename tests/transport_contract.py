@@ -158,7 +158,9 @@ def every_other_rank_makes_a_group(transport: Any, convert: Convert) -> None:
         for promise in (
             alltoall_delivers_each_part,
             allgather_lays_messages_end_to_end,
-            what_is_given_is_not_written,
+            many_may_be_under_way_at_once,
+            a_name_may_be_used_again,
+            a_view_into_the_middle_can_be_sent,
             reduce_scatter_gives_each_rank_its_part_of_the_mean,
         ):
             promise(group, convert)

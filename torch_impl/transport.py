@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,11 +162,26 @@ class _Subgroup:
         return self._everyone.alltoall(message, send, receive, name=f"{self._name}.{name}")
 
     def allgather(self, message: Tensor, receive_bytes: Sequence[int], *, name: str) -> Pending[Tensor]:
-        return self.alltoall(message.repeat(self.size), [len(message)] * self.size, receive_bytes, name=name)
+        memory = self._memory
+        if memory is None or message.device.type != "cpu":
+            return self.alltoall(message.repeat(self.size), [len(message)] * self.size, receive_bytes, name=name)
+        # everybody is told where the bytes are: no socket carries them, and Horovod joins such small collectives
+        at = torch.tensor([memory.expose_bytes(name, message.numpy()) if len(message) else 0])
+        places = self._everyone.allgather(at, [1] * self._everyone.size, name=f"{self._name}.{name}")
+
+        def collect(places: Tensor) -> Tensor:
+            parts = [
+                memory.bytes_of(peer, int(places[rank]), length)
+                for peer, (rank, length) in enumerate(zip(self._ranks, receive_bytes, strict=True))
+                if length
+            ]
+            return torch.from_numpy(np.concatenate(parts)) if parts else message.new_empty(0)
+
+        return _Then(places.ready, places.wait, collect)
 
     def allreduce(self, values: Tensor, *, name: str) -> Pending[Tensor]:
         flat = values.reshape(-1)
-        gathered = self.allgather(flat, [len(flat)] * self.size, name=name)
+        gathered = self.alltoall(flat.repeat(self.size), [len(flat)] * self.size, [len(flat)] * self.size, name=name)
         return _Then(
             gathered.ready, gathered.wait, lambda each: ordered_mean(each.view(self.size, *values.shape).unbind())
         )

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["SharedMemory", "share_memory"]
 
 Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 
 _CACHED = 1 << 15  # elements that stay in the cache while they are summed
+_FLOAT_BYTES = 4
 _TOKEN_BYTES = 16  # at the start of the file: proves that it is the one that was meant
 
 
@@ -59,6 +61,7 @@ class SharedMemory:
         self._places: dict[tuple[int, int], int] = {}
         self._free: dict[int, list[tuple[int, mmap.mmap]]] = {}
         self._copies: dict[tuple[str, int], Floats] = {}
+        self._twins: dict[tuple[str, int], list[Floats]] = {}
         self._means: dict[tuple[str, int], Floats] = {}
         self._peers: list[int] = []
         self._views: dict[tuple[int, int, int], Floats] = {}
@@ -119,6 +122,22 @@ class SharedMemory:
         copy[:] = values
         return self._places[copy.ctypes.data, len(copy)]
 
+    def expose_bytes(self, name: str, data: Bytes) -> int:
+        """Where the peers can read a copy of `data` (uint8, shape (n,), n > 0).
+
+        It overwrites the last copy but one of that name and length: whoever says to all where the new one is, once all
+        have said where their last one was, knows that they have read the one before.
+        """
+        twins = self._twins.setdefault((name, len(data)), [])
+        copy = twins.pop(0) if len(twins) == 2 else self.zeros(-(-len(data) // _FLOAT_BYTES))
+        twins.append(copy)
+        copy.view(np.uint8)[: len(data)] = data
+        return self._places[copy.ctypes.data, len(copy)]
+
+    def bytes_of(self, peer: int, at: int, num_bytes: int) -> Bytes:
+        """What `expose_bytes` put there, where it lies: peers are counted in the order of `open_peers`."""
+        return self._view(peer, at, -(-num_bytes // _FLOAT_BYTES)).view(np.uint8)[:num_bytes]
+
     def mean(self, name: str, own: slice, num_elements: int, places: Sequence[int]) -> Floats:
         """The mean of what all peers have at `places`, elements `own` of each.
 
@@ -135,10 +154,16 @@ class SharedMemory:
         parts = [self._view(peer, at, num_elements)[own] for peer, at in enumerate(places)]
         for start in range(0, len(mean), _CACHED):
             here = slice(start, start + _CACHED)
-            mean[here] = parts[0][here]
-            for part in parts[1:]:
+            if len(parts) == 1:
+                mean[here] = parts[0][here]
+                continue
+            np.add(parts[0][here], parts[1][here], out=mean[here])
+            for part in parts[2:]:
                 mean[here] += part[here]
-            mean[here] /= np.float32(len(parts))
+            if len(parts) == 2:
+                mean[here] *= np.float32(0.5)  # the same bits as a division, in less time
+            else:
+                mean[here] /= np.float32(len(parts))
         return mean
 
     def _view(self, peer: int, at: int, num_elements: int) -> Floats:
