@@ -208,8 +208,8 @@ class _OneBitExchange:
             groups.connect()
         self._step: StepExchange[Any] = StepExchange(transport, Stats(), groups)
         self._parts: list[tuple[CompressedAllreduce[Any], Tensor, Tensor]] = []
-        for start in range(0, len(gradient), options.bucket_elements):
-            part, values = (each[start : start + options.bucket_elements] for each in (gradient, self.values))
+        for start in range(0, len(gradient), options.bucket_size):
+            part, values = (each[start : start + options.bucket_size] for each in (gradient, self.values))
             shared = None if place is None else transport.shared_zeros(len(part))
             if shared is not None:
                 part = shared.copy_(part)  # as an optimizer's buckets lie
@@ -372,6 +372,7 @@ def _optimizer(method: str, model: nn.Module, task: Task) -> Any:
         bucket_elements=task.bucket_elements,
         overlap=method != "onebit",
         hierarchical=method == HIERARCHICAL,
+        measure=False,
     )
 
 

@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
         for each in (plan.float32, *plan.compressed)
     ]
     print_table(("a step", "MB a host sends", "wire, ms", "kernels, ms", "together, ms"), rows)
-    print(_verdict(plan))
+    print(planner.verdict(plan))
     if args.compute_seconds is not None:
         print(_prediction(plan, args.compute_seconds))
     print("A model, not a measurement: hvd-onebit bench network measures on this machine.")
@@ -86,18 +86,6 @@ def _measure(threads: int) -> planner.KernelSpeeds:
 
 def _milliseconds(estimate: planner.Estimate) -> tuple[float, float, float]:
     return 1e3 * estimate.wire_seconds, 1e3 * estimate.kernel_seconds, 1e3 * estimate.seconds
-
-
-def _verdict(plan: planner.Plan) -> str:
-    method, milliseconds = plan.best.method, 1e3 * abs(plan.saved_seconds)
-    if not plan.pays:
-        length = f"{1 / plan.speed_up:.1f} times as long as" if plan.speed_up < 1 else "about as long as"
-        more = -1e3 * plan.saved_seconds
-        return f"Compression does not pay here: {method} takes {length} float32 ({more:+,.1f} ms a step)."
-    return (
-        f"Compression pays: {method} is {plan.speed_up:.1f} times as fast as float32 and saves {milliseconds:,.1f} ms "
-        "a step, as far as computation does not hide them."
-    )
 
 
 def _prediction(plan: planner.Plan, compute_seconds: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from hvd_onebit.options import CompressionOptions
+from hvd_onebit.planner import RunPlan, verdict
 from hvd_onebit.schedule import delay_of
 from hvd_onebit.stats import Stats
 
@@ -16,6 +18,7 @@ __all__ = [
     "frozen",
     "hierarchical",
     "local_steps",
+    "measured",
     "no_shared_memory",
     "not_distributed",
     "not_hierarchical",
@@ -81,6 +84,41 @@ def no_shared_memory() -> None:
 def nothing_to_compress(reason: str) -> None:
     """Said once, when the user's own options leave nothing for compression."""
     log.warning("compression was asked for but nothing will be compressed: %s", reason)
+
+
+def measured(plan: RunPlan, options: CompressionOptions) -> None:
+    """Said once a run: what its network and kernels do, and whether compression pays.
+
+    Args:
+        plan: by the measurement.
+        options: the user's own.
+    """
+    found, used = plan.measurement, plan.best
+    network = found.network
+    log.info(
+        "measured in %.2f s: float32 allreduce %s, allgather of bits %s, alltoall %s; compressing takes %.2f ns an "
+        "element, decoding %.2f ns a rank",
+        found.seconds,
+        *(
+            f"{cost.bits_per_second / 1e9:.3g} Gbit/s a host from {1e3 * cost.first_seconds:.2g} ms on"
+            for cost in (network.allreduce, network.allgather, network.alltoall)
+        ),
+        1e9 * found.speeds.compress,
+        1e9 * found.speeds.decode,
+    )
+    text = "%s Expected: float32 %.1f ms a step, %s %.1f ms for %d elements in buckets of %d"
+    values = [verdict(plan), 1e3 * plan.float32.seconds, used.method, 1e3 * used.seconds]
+    values += [plan.num_elements, plan.bucket_elements]
+    if options.is_open:
+        text += ', as chosen by the measurement; for the same bits in every run pass exchange="%s", bucket_elements=%d'
+        values += [used.method, plan.bucket_elements]
+    elif plan.faster is not None:
+        faster, bucket_elements = plan.faster
+        text += '; exchange="%s", bucket_elements=%d is expected to take %.1f ms'
+        values += [faster.method, bucket_elements, 1e3 * faster.seconds]
+    if not plan.pays:
+        text += ". It is compressed all the same, as asked"
+    log.log(logging.INFO if plan.pays else logging.WARNING, text, *values)
 
 
 def frozen(stats: Stats, *, has_variance: bool) -> None:

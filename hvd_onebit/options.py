@@ -6,23 +6,26 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 __all__ = [
     "AUTO",
+    "MEASURED",
     "CompressionOptions",
     "is_full_precision",
     "local_steps_options",
     "options_from",
     "patterns_without_match",
-    "refuse_freeze_step",
+    "refuse_for_local_steps",
 ]
 
 AUTO = "auto"
+MEASURED = "measured"
+DEFAULT_BUCKET_ELEMENTS = 4 * 1024 * 1024
 
 _CHOICES = {
-    "exchange": (AUTO, "one_shot", "two_phase"),
+    "exchange": (AUTO, "one_shot", "two_phase", MEASURED),
     "scale": ("rms", "mean"),
     "space": ("momentum", "update"),
     "dead": ("floor", "hold"),
@@ -43,7 +46,10 @@ class CompressionOptions:
         freeze_latest_step: with "auto", freeze at this step at the latest; None: wait for the rule.
         freeze_threshold: with "auto", the ratio of the variance's 1-norms that counts as settled.
         exchange: "one_shot" (every rank gathers every message), "two_phase" (chunks are averaged by the rank that owns
-            them), or "auto": one_shot for two ranks, where it costs the same bytes and half the latency.
+            them), or "auto": one_shot for two ranks, where it costs the same bytes and half the latency, two_phase for
+            more. "measured": what is expected to be faster by what is measured in the warm-up (see `probe.py`). The two
+            round differently, and a measurement has noise: for runs that can be repeated bit for bit name one, or
+            leave it at "auto".
         hierarchical: True averages in full precision inside each host first, so that a host sends its gradients once,
             compressed, and not once a rank; "auto" does so on several hosts that have the same number of ranks, four
             or more (see `hosts.py`).
@@ -59,11 +65,14 @@ class CompressionOptions:
         min_elements: tensors with fewer elements stay in full precision.
         overlap: start a bucket's exchange as soon as backward has filled it. Gradients must then not be changed between
             backward and synchronize(), as in Horovod.
-        bucket_elements: a bucket holds whole tensors of about this many elements together.
+        bucket_elements: a bucket holds whole tensors of about this many elements together; "measured": from 2**20 to
+            2**24, chosen as with `exchange`. It decides which elements share a block, and so changes roundings, too.
         skip_nonfinite: skip a step, on all ranks together, when a gradient somewhere is NaN or infinite.
         max_skipped_steps: that many skipped steps in a row end the run with an error.
         local_clip_norm: before anything is sent, in every stage, each rank scales its own gradient down so that its
             2-norm over all parameters is at most this; None: no such clipping.
+        measure: measure the network and the kernels once in a run, for half a second (see `probe.py`), and say whether
+            compression pays.
         check_every: compare a checksum of the received bytes across ranks every this many steps; 0: never.
     """
 
@@ -81,10 +90,11 @@ class CompressionOptions:
     full_precision: tuple[str, ...] = ()
     min_elements: int = 0
     overlap: bool = True
-    bucket_elements: int = 4 * 1024 * 1024
+    bucket_elements: int | str = DEFAULT_BUCKET_ELEMENTS
     skip_nonfinite: bool = True
     max_skipped_steps: int = 25
     local_clip_norm: float | None = None
+    measure: bool = True
     check_every: int = 100
 
     def __post_init__(self) -> None:
@@ -113,7 +123,14 @@ class CompressionOptions:
             _check_int("block", self.block, 1, '(or "tensor")')
         if self.freeze_latest_step is not None:
             _check_int("freeze_latest_step", self.freeze_latest_step, 1)
-        for name, least in (("min_elements", 0), ("bucket_elements", 1), ("max_skipped_steps", 1), ("check_every", 0)):
+        if self.bucket_elements != MEASURED:
+            _check_int("bucket_elements", self.bucket_elements, 1, '(or "measured")')
+        if self.is_open and (self.freeze_step == 0 or not self.measure):
+            missing = "a warm-up to measure in: use a freeze_step of at least 1" if self.measure else "measure=True"
+            raise ValueError(
+                f'exchange="measured" and bucket_elements="measured" need {missing}, or name what is to be used'
+            )
+        for name, least in (("min_elements", 0), ("max_skipped_steps", 1), ("check_every", 0)):
             _check_int(name, getattr(self, name), least)
         for name in ("variance_floor", "freeze_threshold", "local_clip_norm"):
             value = getattr(self, name)
@@ -132,9 +149,42 @@ class CompressionOptions:
 
     def algorithm(self, size: int) -> str:
         """The exchange used among `size` ranks."""
-        if self.exchange != AUTO:
-            return self.exchange
-        return "one_shot" if size <= 2 else "two_phase"
+        if self.exchange in (AUTO, MEASURED):
+            return "one_shot" if size <= 2 else "two_phase"
+        return self.exchange
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a measurement has something to choose."""
+        return MEASURED in (self.exchange, self.bucket_elements)
+
+    @property
+    def bucket_size(self) -> int:
+        """`bucket_elements`, or what is used without a measurement."""
+        return self.bucket_elements if isinstance(self.bucket_elements, int) else DEFAULT_BUCKET_ELEMENTS
+
+    def unmeasured(self, size: int) -> CompressionOptions:
+        """What is used among `size` ranks where nothing was measured."""
+        exchange = self.algorithm(size) if self.exchange == MEASURED else self.exchange
+        return replace(self, exchange=exchange, bucket_elements=self.bucket_size)
+
+    def with_choice(self, choice: Mapping[str, Any], size: int) -> CompressionOptions:
+        """What is used among `size` ranks, given what a measurement has chosen.
+
+        Args:
+            choice: what `choice_of` returned, perhaps on other ranks; empty: nothing was chosen.
+            size: ranks that exchange bits with each other.
+        """
+        used = self.unmeasured(size)
+        if choice and self.exchange == MEASURED and choice["size"] == size:
+            used = replace(used, exchange=choice["exchange"])
+        if choice and self.bucket_elements == MEASURED:
+            used = replace(used, bucket_elements=int(choice["bucket_elements"]))
+        return used
+
+    def choice_of(self, size: int) -> dict[str, Any]:
+        """These options, chosen by a measurement among `size` ranks, as plain JSON values."""
+        return {"size": size, "exchange": self.algorithm(size), "bucket_elements": self.bucket_size}
 
     def as_fields(self) -> dict[str, Any]:
         """The options as plain JSON values, for comparison across ranks."""
@@ -178,7 +228,7 @@ def local_steps_options(
         TypeError: an option that does not exist or that 0/1 Adam lacks.
         ValueError: a value out of range.
     """
-    refuse_freeze_step(given)
+    refuse_for_local_steps(given)
     for name, value in (
         ("var_update_scaler", var_update_scaler),
         ("local_step_scaler", 1 if local_step_scaler is None else local_step_scaler),
@@ -189,10 +239,16 @@ def local_steps_options(
     return options_from({"freeze_step": var_freeze_step, **given})
 
 
-def refuse_freeze_step(given: Mapping[str, Any]) -> None:
-    """Raises TypeError for the one option that 0/1 Adam lacks."""
+def refuse_for_local_steps(given: Mapping[str, Any]) -> None:
+    """Raises for what 0/1 Adam lacks, since it has no warm-up."""
     if "freeze_step" in given:
         raise TypeError("0/1 Adam compresses from the first step on: it has var_freeze_step, not freeze_step")
+    for name in ("exchange", "bucket_elements"):
+        if given.get(name) == MEASURED:
+            raise ValueError(
+                f"0/1 Adam compresses from the first step on, so there is no warm-up to measure in: name the {name} "
+                "that is to be used"
+            )
 
 
 def patterns_without_match(names: Sequence[str], options: CompressionOptions) -> list[tuple[str, str | None]]:

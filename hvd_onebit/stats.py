@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hvd_onebit.planner import RunPlan
+
 __all__ = ["COMPRESSION", "WARM_UP", "Stats", "TrustRatio", "ring_allreduce_bytes"]
 
 WARM_UP = "warm-up"
@@ -52,6 +54,7 @@ class Stats:
         rounds: steps in which compressed parameters were communicated (0/1 Adam skips some).
         variance_updates: full-precision rounds that updated 0/1 Adam's variance.
         trust_ratios: LAMB's numbers by parameter name.
+        plan: what was measured in this run, and whether compression pays by it; None before, and with one rank.
     """
 
     stage: str = WARM_UP
@@ -71,6 +74,7 @@ class Stats:
     rounds: int = 0
     variance_updates: int = 0
     trust_ratios: dict[str, TrustRatio] = field(default_factory=dict)
+    plan: RunPlan | None = None
     _bytes_this_step: float = 0.0
     _inside_this_step: float = 0.0
 

@@ -22,7 +22,7 @@ def test_two_ranks_by_hand() -> None:
     """1 Gbit/s moves 125 MB a second."""
     options = CompressionOptions(bucket_elements=25 * MILLION)
     cluster = Cluster(2, 1, 1e9, latency_seconds=1e-3)
-    float32, one_shot, two_phase = estimates(cluster, 25 * MILLION, FAST, options)
+    float32, one_shot, two_phase = estimates(cluster.network(), 25 * MILLION, FAST, options)
     message = message_num_bytes(25 * MILLION)
     assert float32.link_bytes == 100e6
     assert float32.seconds == pytest.approx(0.8 + 2e-3 + 1e-3)
@@ -38,7 +38,7 @@ def test_buckets_overlap() -> None:
     cluster = Cluster(2, 1, 1e9, latency_seconds=0.0)
     for num_buckets in (1, 4, 10):
         options = CompressionOptions(bucket_elements=MILLION)
-        _, one_shot, _ = estimates(cluster, num_buckets * MILLION, FAST, options)
+        _, one_shot, _ = estimates(cluster.network(), num_buckets * MILLION, FAST, options)
         shorter, longer = sorted((one_shot.wire_seconds, one_shot.kernel_seconds))
         assert one_shot.seconds == pytest.approx(longer + shorter / num_buckets)
 
@@ -48,7 +48,7 @@ def test_bytes_are_those_that_ranks_send(size: int) -> None:
     """With one rank a host, a host sends what the exchange counts for a rank."""
     num_elements = 64 * size * 2048
     bucket = Bucket("b", ("p",), (num_elements,))
-    _, *compressed = estimates(Cluster(size, 1, 1e9), num_elements, FAST, CompressionOptions())
+    _, *compressed = estimates(Cluster(size, 1, 1e9).network(), num_elements, FAST, CompressionOptions())
     for estimate in compressed:
         options = CompressionOptions(exchange=estimate.method)
         exchange = CompressedAllreduce(bucket, rank=0, size=size, codec=HostCodec(), options=options)
@@ -57,8 +57,8 @@ def test_bytes_are_those_that_ranks_send(size: int) -> None:
 
 def test_ranks_of_a_host_share_its_link() -> None:
     """A ring passes each link once; of an alltoall what stays on a host does not cross it."""
-    alone = {e.method: e for e in estimates(Cluster(4, 1, 1e9), MILLION, FAST, CompressionOptions())}
-    shared = {e.method: e for e in estimates(Cluster(2, 2, 1e9), MILLION, FAST, CompressionOptions())}
+    alone = {e.method: e for e in estimates(Cluster(4, 1, 1e9).network(), MILLION, FAST, CompressionOptions())}
+    shared = {e.method: e for e in estimates(Cluster(2, 2, 1e9).network(), MILLION, FAST, CompressionOptions())}
     message = message_num_bytes(MILLION)
     assert shared["float32"].link_bytes == alone["float32"].link_bytes
     assert shared["one_shot"].link_bytes == alone["one_shot"].link_bytes == 3 * message

@@ -16,7 +16,12 @@ EVERY_CHECK = checks_in(SCRIPT)
 # Horovod's torch and TensorFlow libraries in one process can't both meet through Gloo
 WITH_TORCH = ["same_as_torch", "sgd_is_the_same_as_torchs", "lamb_is_the_same_as_torchs"]
 OF_THREE = ["a_process_set_trains_alone"]
-EVERYWHERE = ["fit_keeps_replicas_equal", "nan_on_one_rank", "a_checkpoint_of_one_rank_is_broadcast"]
+EVERYWHERE = [
+    "a_run_measures_its_network",
+    "fit_keeps_replicas_equal",
+    "nan_on_one_rank",
+    "a_checkpoint_of_one_rank_is_broadcast",
+]
 
 LAUNCHES: dict[str, tuple[str, int, list[str]]] = {
     "gloo-2": ("gloo", 2, [name for name in EVERY_CHECK if name not in (*WITH_TORCH, *OF_THREE)]),

@@ -72,7 +72,9 @@ def mean_gradients(step: int, size: int, shapes: Sequence[tuple[int, ...]]) -> l
 
 
 def distribute(optimizer: Any, transport: LocalTransport, **options: Any) -> Any:
-    return onebit.DistributedOptimizer(optimizer, transport=transport, **{"check_every": 1, **options})
+    return onebit.DistributedOptimizer(
+        optimizer, transport=transport, **{"check_every": 1, "measure": False, **options}
+    )
 
 
 def train(optimizer: Any, trained: Sequence[Any], steps: Sequence[int], rank: int) -> None:

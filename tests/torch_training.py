@@ -75,7 +75,7 @@ def distribute(optimizer: torch.optim.Optimizer, transport: LocalTransport, **op
     """The optimizer over the transport, its parameters called p0, p1, ... in order."""
     every = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     names = [(f"p{i}", p) for i, p in enumerate(every)]
-    options = {"named_parameters": names, "check_every": 1, **options}
+    options = {"named_parameters": names, "check_every": 1, "measure": False, **options}
     return onebit.DistributedOptimizer(optimizer, transport=transport, **options)
 
 

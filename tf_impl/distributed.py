@@ -20,7 +20,7 @@ from tensorflow.python.framework import ops as graph_ops
 from tensorflow.python.ops import control_flow_util
 
 from hvd_onebit.errors import OneBitError, scaler_with_local_steps
-from hvd_onebit.options import CompressionOptions, options_from, refuse_freeze_step
+from hvd_onebit.options import CompressionOptions, options_from, refuse_for_local_steps
 from hvd_onebit.rules import clip_factor, ordered_norm
 from hvd_onebit.stats import Stats
 from hvd_onebit.tensorflow.codec import is_on_host
@@ -231,7 +231,7 @@ def _options_of(optimizer: Any, given: dict[str, Any]) -> CompressionOptions:
         return options_from({**default, **given})
     options_from(given)
     if isinstance(optimizer, ZeroOneAdam):
-        refuse_freeze_step(given)
+        refuse_for_local_steps(given)
     return replace(own, **given)
 
 
@@ -245,6 +245,11 @@ def _check_optimizer(optimizer: Any, options: CompressionOptions) -> None:
             "the optimizer's update rule. Use one of them."
         )
     _CLASSES[type(optimizer)].rule_type.check(optimizer, options)
+    if options.is_open:
+        raise ValueError(
+            '"measured" is not there for TensorFlow, whose graph is traced before anything is measured: name the '
+            "exchange and the bucket_elements, or leave them out"
+        )
     if keras.backend.backend() != "tensorflow":
         raise TypeError(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use hvd_onebit.torch with "

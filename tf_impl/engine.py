@@ -24,6 +24,8 @@ from hvd_onebit.errors import OneBitError, too_many_skips
 from hvd_onebit.hosts import HostGroups, hierarchical_place
 from hvd_onebit.layout import make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
+from hvd_onebit.planner import plan_run
+from hvd_onebit.probe import PROBE_STEP, measure
 from hvd_onebit.rules import bias_correction
 from hvd_onebit.schedule import FreezeSchedule, delay_of, stride_of
 from hvd_onebit.stage import (
@@ -131,6 +133,8 @@ class CompressionEngine:
         self._errors_are_shared = False
         self._has_ended = False
         self._told = False
+        self._steps_here = 0  # made with these ranks, skipped ones included
+        self.stats.plan = None
 
     @property
     def own_variables(self) -> list[Any]:
@@ -161,7 +165,7 @@ class CompressionEngine:
         hosts = None
         if self._groups is not None:
             hosts = Hosts(self._groups.place, self.transport.groups(self._groups))
-        for bucket in make_buckets(sizes, bucket_elements=self.options.bucket_elements):
+        for bucket in make_buckets(sizes, bucket_elements=self.options.bucket_size):
             members = [index_of[name] for name in bucket.parameters]
             on_cpu = is_on_host([self._variables[i] for i in members])
             kind: Any = HostBucket if on_cpu else DeviceBucket
@@ -423,6 +427,7 @@ class CompressionEngine:
             "stage": COMPRESSION if compressed else WARM_UP,
             "lr": float(lr),
             "frozen at steps": table[FROZEN_STEP].tolist() if compressed else [],
+            "first steps": min(self._steps_here, PROBE_STEP),  # a rank that measures waits for the others
         }
         checksums = [bucket.checksum for bucket in self._buckets]
         if any(checksums):
@@ -456,6 +461,7 @@ class CompressionEngine:
         self.stats.stage, self.stats.step = stage, int(step) + int(finite)
         self.stats.frozen_step = first_frozen_step(table)
         self._count_elements(frozen)
+        self._measure_when_due()
         if not finite:
             for bucket in self._buckets:
                 bucket.checksum = 0
@@ -468,6 +474,23 @@ class CompressionEngine:
     def _count_exchange(self) -> None:
         for bucket in self._buckets:
             self.stats.count(bucket.bytes_sent, inside=bucket.bytes_sent_inside)
+
+    def _measure_when_due(self) -> None:
+        """Collective, at the end of a step: once with these ranks."""
+        self._steps_here += 1
+        if self._steps_here == PROBE_STEP:
+            self._measure()
+
+    def _measure(self) -> None:
+        """Collective, once with these ranks: measures, and says whether compression pays. All else is over by now."""
+        is_wanted = self.options.measure and self.stats.plan is None
+        if not is_wanted or self.transport.size == 1 or not self._compressible:
+            return
+        found = measure(self.transport.on_host, HostCodec(num_threads), self.transport.place, self._groups)
+        num_elements = sum(self._sizes[i] for i in self._compressible)
+        self.stats.plan = plan_run(found, num_elements, self.options)
+        if self.transport.rank == 0:
+            notices.measured(self.stats.plan, self.options)
 
     def _must_look(self, step: int, lr: float, table: Any, schedule: Array) -> bool:
         if any_frozen(table):
@@ -560,6 +583,7 @@ class CompressionEngine:
         return table, pack_schedule(self._schedule.state(), len(schedule)), mask
 
     def _freeze(self, step: Any, table: Any, ready: Any, *variances: Any) -> list[Any]:
+        self._measure()
         frozen = []
         crc = 0
         for variance, is_ready in zip(variances, ready, strict=False):

@@ -462,6 +462,7 @@ class LocalStepsEngine(CompressionEngine):
         stats.stage, stats.step = COMPRESSION, int(step) + moved
         stats.frozen_step = first_frozen_step(table)
         self._count_elements(self._is_compressed())
+        self._measure_when_due()
         if not moved:
             self._report_skip(int(step))
             return np.bool_(False)

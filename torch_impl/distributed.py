@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hvd_onebit.errors import OneBitError, scaler_with_local_steps
-from hvd_onebit.options import CompressionOptions, options_from, refuse_freeze_step
+from hvd_onebit.options import CompressionOptions, options_from, refuse_for_local_steps
 from hvd_onebit.rules import refuse_update_space
 from hvd_onebit.stats import WARM_UP, Stats, ring_allreduce_bytes
 from hvd_onebit.torch.engine import FORMAT_VERSION, CompressionEngine, Engine
@@ -153,7 +153,7 @@ def _options_of(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> Comp
         return options_from({**default, **given})
     options_from(given)
     if isinstance(optimizer, ZeroOneAdam):
-        refuse_freeze_step(given)
+        refuse_for_local_steps(given)
     return replace(own, **given)
 
 

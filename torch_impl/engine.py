@@ -17,6 +17,8 @@ from hvd_onebit.errors import FREEZE_FAILED, OneBitError, too_many_skips
 from hvd_onebit.hosts import HostGroups, Place, hierarchical_place
 from hvd_onebit.layout import Bucket, make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
+from hvd_onebit.planner import Measurement, choose, plan_run
+from hvd_onebit.probe import PROBE_STEP, measure
 from hvd_onebit.rules import bias_correction, clip_factor
 from hvd_onebit.schedule import FreezeSchedule
 from hvd_onebit.stage import frozen_variance
@@ -42,6 +44,7 @@ FORMAT_VERSION = 1
 SCHEDULE = "onebit_schedule"
 STEP = "onebit_step"  # committed updates
 CHECKSUMS = "onebit_checksums"  # compared at the next step
+CHOICE = "onebit_choice"  # what a measurement has chosen; empty: nothing
 
 _SCALER_FACTOR = 2.0**-6  # a user's own division is by less
 
@@ -97,8 +100,10 @@ class Engine:
         self._restores_shared = False
         self._errors_are_shared = False
         self._told = False
+        self._steps_here = 0  # made with these ranks, skipped ones included
+        self._measurement: Measurement | None = None
         # groups are shared with the wrapped optimizer, which may have been wrapped before
-        for key in (SCHEDULE, STEP, CHECKSUMS):
+        for key in (SCHEDULE, STEP, CHECKSUMS, CHOICE):
             optimizer.param_groups[0].pop(key, None)
         self.initialise_state()
 
@@ -145,6 +150,7 @@ class Engine:
             first[STEP] = max((int(state["step"]) for state in self._states().values() if "step" in state), default=0)
         first.setdefault(SCHEDULE, self._schedule_state())
         first.setdefault(CHECKSUMS, {})
+        first.setdefault(CHOICE, {})
         self._static_digest = None
 
     @property
@@ -327,7 +333,7 @@ class Engine:
             by_name = {self.names[p]: p for p in parameters}
             buckets = make_buckets(
                 [(name, p.numel()) for name, p in by_name.items()],
-                bucket_elements=self.options.bucket_elements,
+                bucket_elements=self._used_options.bucket_size,
                 prefix=f"group{index}.step{step}.{device}",
             )
             group = self._optimizer.param_groups[index]
@@ -336,7 +342,7 @@ class Engine:
 
     def _new_bucket(self, bucket: Bucket, parameters: Sequence[Tensor], group: Group) -> CompressedBucket:
         workspace = self._workspace_on(parameters[0].device)
-        return CompressedBucket(bucket, parameters, group, self._transport, self.options, workspace, self._place)
+        return CompressedBucket(bucket, parameters, group, self._transport, self._used_options, workspace, self._place)
 
     def _workspace_on(self, device: torch.device) -> Workspace:
         """Memory for a new bucket to work in."""
@@ -455,6 +461,10 @@ class Engine:
                 fields[f"{name} of group {i}"] = bool(group.get(name, name == "bias_correction"))
         if self.step == 0:
             fields[PARAMETERS] = functools.reduce(lambda crc, p: zlib.crc32(_bytes(p), crc), self.parameters(), 0)
+        choice = self._optimizer.param_groups[0][CHOICE]
+        fields |= {f"measured {name}": value for name, value in choice.items()}
+        # a rank that measures waits for the others
+        fields["first steps"] = min(self._steps_here, PROBE_STEP)
         fields["parameters that are trained"] = "".join("01"[p.requires_grad] for p in self.parameters())
         return {**fields, **self._checksums}
 
@@ -494,6 +504,48 @@ class Engine:
             for bucket in self._all_buckets():
                 checksum = zlib.crc32(bucket.exchange.checksum_bytes(), checksum)
             self._set_checksums({**self._checksums, "checksum of the averaged momentum": checksum})
+
+    # -- measuring ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_peers(self) -> int:
+        """Ranks that exchange bits with each other."""
+        return self._transport.size if self._place is None else self._place.num_hosts
+
+    @property
+    def _used_options(self) -> CompressionOptions:
+        return self.options.with_choice(self._optimizer.param_groups[0][CHOICE], self._num_peers)
+
+    def _measure_when_due(self) -> None:
+        """Collective, at the end of a step: once with these ranks."""
+        self._steps_here += 1
+        if self._steps_here == PROBE_STEP:
+            self._measure()
+
+    @torch.no_grad()
+    def _measure(self) -> None:
+        """Collective, once: measures the network and the kernels, and says whether compression pays."""
+        compressible = [p for _, p in self._compressible()]
+        is_wanted = self.options.measure and self._measurement is None
+        if not is_wanted or self._transport.size == 1 or not compressible:
+            return
+        codec = codec_for(compressible[0].device)
+        self._measurement = measure(self._transport, codec, self._transport.place, self._groups)
+        self._choose()
+        num_elements = sum(p.numel() for p in compressible)
+        self.stats.plan = plan_run(self._measurement, num_elements, self._used_options)
+        if self._transport.rank == 0:
+            notices.measured(self.stats.plan, self.options)
+
+    def _choose(self) -> None:
+        """Lays down what a measurement decides, unless a checkpoint has brought it, or it is too late for it."""
+        choice = self._optimizer.param_groups[0][CHOICE]
+        is_settled = bool(choice) and choice["size"] == self._num_peers
+        if self._measurement is None or is_settled or not self.options.is_open or self.stage == COMPRESSION:
+            return
+        num_elements = sum(p.numel() for _, p in self._compressible())
+        chosen = choose(self._measurement, num_elements, self.options)
+        self._optimizer.param_groups[0][CHOICE] = chosen.choice_of(self._num_peers)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -582,6 +634,7 @@ class Engine:
         self._transport = transport
         self._gradient_scale = gradient_scale
         self._agreement = Agreement(transport, "agreement")
+        self._steps_here, self._measurement, self.stats.plan = 0, None, None
         self._buckets = {}
         self._restorable_errors = {}
         self._restores_shared = False
@@ -829,6 +882,7 @@ class CompressionEngine(Engine):
             self.stats.rounds += bool(self._buckets)
             self._commit()
         self._end_step(stage)
+        self._measure_when_due()
         if self._finite and self._transport.size > 1:
             self._freeze_when_due()
 
@@ -889,6 +943,8 @@ class CompressionEngine(Engine):
             required = first
         ready = [(group, p) for group, p in waiting if self._has_settled(group, p, required)]
         if ready:
+            self._measure()
+            self._choose()
             self._freeze(ready, step)
 
     def _has_settled(self, group: Group, p: Tensor, required: int) -> bool:

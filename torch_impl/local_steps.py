@@ -168,6 +168,7 @@ class LocalStepsEngine(Engine):
                 self._freeze_when_due(step, lr)
             self._optimizer.param_groups[0][SCHEDULE] = self._schedule_state()
         self._end_step(COMPRESSION if self._buckets else "warm-up")
+        self._measure_when_due()
 
     @property
     def _is_stuck(self) -> bool:

@@ -21,7 +21,7 @@ def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(2)
     hvd.init()
     variables = [keras.Variable(np.ones((NUM_ELEMENTS // 2000, 1000), np.float32), name=name) for name in ("a", "b")]
-    optimizer = onebit.DistributedOptimizer(keras.optimizers.Adam(), freeze_step=1, check_every=0)
+    optimizer = onebit.DistributedOptimizer(keras.optimizers.Adam(), freeze_step=1, check_every=0, measure=False)
     optimizer.build(variables)
     generator = np.random.default_rng(hvd.rank())
     grads = [tf.constant(generator.standard_normal(v.shape).astype(np.float32)) for v in variables]

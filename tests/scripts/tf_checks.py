@@ -26,7 +26,9 @@ Adam, AdamW = keras.optimizers.Adam, keras.optimizers.AdamW
 
 
 def distribute(optimizer: Any, **options: Any) -> Any:
-    return onebit.DistributedOptimizer(optimizer, **{"check_every": 1, "bucket_elements": 3000, **options})
+    return onebit.DistributedOptimizer(
+        optimizer, **{"check_every": 1, "bucket_elements": 3000, "measure": False, **options}
+    )
 
 
 def model(*, built: bool = True, dropout: float = 0.1) -> keras.Model:
@@ -338,6 +340,20 @@ def callbacks_average_and_watch() -> None:
     assert history["onebit_ratio"][0] == 1.0
     assert history["onebit_ratio"][1] > 14
     assert history["onebit_bytes"][1] == optimizer.stats.bytes_per_step[COMPRESSION]
+
+
+@check
+def a_run_measures_its_network() -> None:
+    """In fit's graph, in warm-up or before an early freeze, and 0/1 Adam between two of its steps."""
+    for make, freeze in ((Adam, {"freeze_step": 5}), (Adam, {"freeze_step": 2}), (onebit.ZeroOneAdam, {})):
+        network = model()
+        optimizer = distribute(make(0.01), measure=True, **freeze)
+        fit(network, optimizer)
+        plan = optimizer.stats.plan
+        assert plan is not None
+        assert plan.num_elements == network.count_params()
+        assert all(each == plan for each in hvd.allgather_object(plan))
+        assert_replicas(state_of(network) if make is Adam else network.get_weights())
 
 
 @check

@@ -20,7 +20,11 @@ def main() -> None:
     hvd.init()
     params = parameters([(NUM_ELEMENTS // 2000, 1000), (NUM_ELEMENTS // 2000, 1000)])
     optimizer = onebit.DistributedOptimizer(
-        torch.optim.Adam(params), named_parameters=[("a", params[0]), ("b", params[1])], freeze_step=1, check_every=0
+        torch.optim.Adam(params),
+        named_parameters=[("a", params[0]), ("b", params[1])],
+        freeze_step=1,
+        check_every=0,
+        measure=False,
     )
     grads = [gradient(0, hvd.rank(), i, p) for i, p in enumerate(params)]
 

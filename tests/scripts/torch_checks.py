@@ -27,8 +27,8 @@ Adam, AdamW = torch.optim.Adam, torch.optim.AdamW
 
 def distribute(optimizer: torch.optim.Optimizer, *, prefix: str = "p", **options: Any) -> Any:
     every = [p for group in optimizer.param_groups for p in group["params"]]
-    options = {"named_parameters": [(f"{prefix}{i}", p) for i, p in enumerate(every)], "check_every": 1, **options}
-    return onebit.DistributedOptimizer(optimizer, **options)
+    named: Any = {"named_parameters": [(f"{prefix}{i}", p) for i, p in enumerate(every)], "check_every": 1}
+    return onebit.DistributedOptimizer(optimizer, **{**named, "measure": False, **options})
 
 
 def backward(
@@ -667,12 +667,15 @@ def notices() -> None:
     logger.setLevel(logging.INFO)
     try:
         params = parameters()
-        train(distribute(Adam(params), freeze_step=2), params, range(4))
+        optimizer = distribute(Adam(params), freeze_step=2, measure=True)
+        train(optimizer, params, range(4))
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    said = [sum(text in message for message in messages) for text in ("is early", "compression starts:")]
-    assert said == ([1, 1] if hvd.rank() == 0 else [0, 0]), messages
+    texts = ("is early", "measured in", "Expected: float32", "compression starts:")
+    said = [sum(text in message for message in messages) for text in texts]
+    assert said == ([1] * 4 if hvd.rank() == 0 else [0] * 4), messages
+    assert all(plan == optimizer.stats.plan for plan in hvd.allgather_object(optimizer.stats.plan))
 
 
 def main() -> int:
