@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.planner import RunPlan, verdict
 from hvd_onebit.schedule import delay_of
-from hvd_onebit.stats import Stats
+from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats
 
 __all__ = [
     "back_to_warm_up",
@@ -17,8 +18,10 @@ __all__ = [
     "errors_of_other_ranks",
     "frozen",
     "hierarchical",
+    "learning_rate_rises",
     "local_steps",
     "measured",
+    "never_compressed",
     "no_shared_memory",
     "not_distributed",
     "not_hierarchical",
@@ -40,9 +43,12 @@ def one_rank() -> None:
     log.warning("one rank: there is nothing to send, so nothing is compressed; the optimizer runs uncompressed")
 
 
-def started(freeze_step: int | str, beta2: float) -> None:
-    """Said once, when training starts in the warm-up stage on several ranks."""
+def started(freeze_step: int | str, beta2: float, stats: Stats) -> None:
+    """Said once, when training starts in the warm-up stage on several ranks; `stats` are looked at when it ends."""
     memory = delay_of(beta2)
+    # of several trainings in a process, the last one started is told of
+    atexit.unregister(never_compressed)
+    atexit.register(never_compressed, freeze_step, stats)
     if freeze_step == "auto":
         log.info(
             "warm-up in full precision; compression starts when the variance has settled (after %d steps at "
@@ -61,6 +67,18 @@ def started(freeze_step: int | str, beta2: float) -> None:
             memory,
             freeze_step,
         )
+
+
+def never_compressed(freeze_step: int | str, stats: Stats) -> None:
+    """Said when the interpreter ends and training was still in its warm-up."""
+    if not stats.bytes_sent[WARM_UP] or stats.bytes_sent[COMPRESSION]:
+        return
+    log.warning(
+        "the run ended in its warm-up, at step %d, so that nothing was compressed: freeze_step=%s; a good one is 10 to "
+        "25 %% of all steps",
+        stats.step,
+        repr(freeze_step).replace("'", '"'),
+    )
 
 
 def hierarchical(num_hosts: int, local_size: int) -> None:
@@ -121,8 +139,14 @@ def measured(plan: RunPlan, options: CompressionOptions) -> None:
     log.log(logging.INFO if plan.pays else logging.WARNING, text, *values)
 
 
-def frozen(stats: Stats, *, has_variance: bool) -> None:
-    """Said at every freeze, and where rules without a variance start to compress."""
+def frozen(stats: Stats, *, has_variance: bool, lr_rises: bool = False) -> None:
+    """Said at every freeze, and where rules without a variance start to compress.
+
+    Args:
+        stats: as they are after the freeze.
+        has_variance: False for SGD.
+        lr_rises: the learning rate was higher in the last step than in the one before.
+    """
     names = stats.full_precision_names
     dead = f"; dead coordinates (variance zero): {stats.dead_elements}, lifted by the floor: {stats.floored_elements}"
     log.info(
@@ -133,6 +157,18 @@ def frozen(stats: Stats, *, has_variance: bool) -> None:
         stats.full_precision_elements,
         f" ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})" if names else "",
         dead if has_variance else "",
+    )
+    if lr_rises and stats.step == stats.frozen_step:
+        learning_rate_rises(stats.step, "freeze_step")
+
+
+def learning_rate_rises(step: int, option: str) -> None:
+    """Said when compression starts, or 0/1 Adam's variance is frozen, in the learning rate's own warm-up."""
+    log.warning(
+        "step %d: the learning rate still rises; what is frozen now was made by small steps and will be used for long "
+        'ones: use a %s after the learning rate\'s warm-up, or "auto", which waits for it',
+        step,
+        option,
     )
 
 

@@ -41,6 +41,9 @@ class FreezeSchedule:
 
     The decision is a function of the number of updates, the learning rates and the averaged variance: the same on
     every rank. `state()` and `load()` carry it through a checkpoint.
+
+    Attributes:
+        lr_rises: the learning rate given last was higher than the one before; not part of the state.
     """
 
     def __init__(self, options: CompressionOptions, beta: float) -> None:
@@ -50,6 +53,8 @@ class FreezeSchedule:
         self._norms: dict[int, float] = {}
         self._highest_lr = 0.0
         self._last_rise = 0
+        self._last_lr = math.inf
+        self.lr_rises = False
 
     @property
     def is_automatic(self) -> bool:
@@ -64,6 +69,7 @@ class FreezeSchedule:
             variance_norm: returns ||v||_1 with v's bias corrected; called only when it is needed. None for rules
                 without a variance, which freeze automatically as soon as the learning rate has settled.
         """
+        self.lr_rises, self._last_lr = lr > self._last_lr, lr
         if not self.is_automatic:
             assert isinstance(self._options.freeze_step, int)
             return step >= self._options.freeze_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import pytest
@@ -19,6 +20,13 @@ _LONGEST = (
     "test_wire_bytes",
     "test_experiments",
 )
+
+
+def pytest_sessionfinish() -> None:
+    """Tests end in warm-up as they like."""
+    from hvd_onebit import notices
+
+    atexit.unregister(notices.never_compressed)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -496,7 +496,8 @@ class CompressionEngine:
         if any_frozen(table):
             return True
         if not self._schedule.is_automatic:
-            return step >= int(self.options.freeze_step)
+            # one step early, so that the schedule sees whether the learning rate rises
+            return step >= int(self.options.freeze_step) - 1
         latest = self.options.freeze_latest_step
         is_late = latest is not None and step >= latest
         # these are the steps at which the schedule takes notes
@@ -604,7 +605,7 @@ class CompressionEngine:
         self.stats.step, self.stats.stage = step, COMPRESSION
         self._count_elements(table[FROZEN_STEP] != 0)
         if self.transport.rank == 0:
-            notices.frozen(self.stats, has_variance=self.rule.has_variance)
+            notices.frozen(self.stats, has_variance=self.rule.has_variance, lr_rises=self._schedule.lr_rises)
 
     # -- notices -----------------------------------------------------------------------------------------------------
 
@@ -629,7 +630,7 @@ class CompressionEngine:
 
     def _tell_stage(self) -> None:
         if self.stats.stage == WARM_UP:
-            notices.started(self.options.freeze_step, self.rule.memory)
+            notices.started(self.options.freeze_step, self.rule.memory, self.stats)
         elif self.stats.step > self.stats.frozen_step:
             notices.resumed(self.stats.step, self.stats.frozen_step)
 

@@ -516,6 +516,8 @@ class LocalStepsEngine(CompressionEngine):
             crc = zlib.crc32(variance.tobytes(), crc)
         if still and self.transport.rank == 0:
             notices.without_variance(still)
+        if self._schedule.lr_rises and self.transport.rank == 0:
+            notices.learning_rate_rises(now, "var_freeze_step")
         self._frozen_checksum = crc
         self.stats.frozen_step = now
 

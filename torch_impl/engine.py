@@ -435,7 +435,7 @@ class Engine:
 
     def _tell_stage(self) -> None:
         if self.stage == WARM_UP:
-            notices.started(self.options.freeze_step, self._rule.memory(self._optimizer.param_groups[0]))
+            notices.started(self.options.freeze_step, self._rule.memory(self._optimizer.param_groups[0]), self.stats)
         elif self.step > self._first_frozen_step():
             notices.resumed(self.step, self._first_frozen_step())
 
@@ -1006,7 +1006,7 @@ class CompressionEngine(Engine):
         self._count_elements()
         if self._transport.rank == 0:
             has_variance = any(self._rule.variance_key(group) is not None for group, _ in ready)
-            notices.frozen(self.stats, has_variance=has_variance)
+            notices.frozen(self.stats, has_variance=has_variance, lr_rises=self._schedule.lr_rises)
 
     def _floored(self, group: Group, p: Tensor) -> tuple[Tensor | None, int, int]:
         key = self._rule.variance_key(group)

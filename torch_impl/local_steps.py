@@ -311,6 +311,8 @@ class LocalStepsEngine(Engine):
                         self.stats.floored_elements += int((state["exp_avg_sq"] < state[FLOOR]).sum())
             if still and self._transport.rank == 0:
                 notices.without_variance(still)
+            if self._schedule.lr_rises and self._transport.rank == 0:
+                notices.learning_rate_rises(step, "var_freeze_step")
 
     def _variance_norm(self) -> float:
         total = 0.0
