@@ -240,7 +240,7 @@ def test_ranks_that_want_it_and_ranks_that_do_not_all_raise(stage: str) -> None:
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(320)
 def test_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
@@ -251,7 +251,7 @@ def test_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
             log=log,
             cwd=tmp_path,
             environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent.parent)])},
-            timeout_seconds=150,
+            timeout_seconds=300,
         )
     found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
     assert found[0]["threads"] == [found[0]["checksum"]] * 4
