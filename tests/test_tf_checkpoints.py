@@ -21,6 +21,8 @@ from tf_training import (
     buckets_of,
     distribute,
     on_ranks,
+    restore,
+    save,
     snapshot,
     train,
     variables,
@@ -41,18 +43,6 @@ def _make(transport: LocalTransport, **options: Any) -> tuple[Any, list[Any]]:
     return optimizer, trained
 
 
-def _save(optimizer: Any, trained: list[Any]) -> tuple[Store, list[Any]]:
-    store: Store = {}
-    optimizer.save_own_variables(store)
-    return {name: np.array(array) for name, array in store.items()}, snapshot(trained)
-
-
-def _restore(optimizer: Any, trained: list[Any], saved: tuple[Store, list[Any]]) -> None:
-    for variable, value in zip(trained, saved[1], strict=True):
-        variable.assign(value)
-    optimizer.load_own_variables(saved[0])
-
-
 @pytest.mark.parametrize("freeze_step", [4, "auto"])
 def test_resume_is_bit_for_bit(freeze_step: Any) -> None:
     """Stopped before, at and after the freeze."""
@@ -64,12 +54,12 @@ def test_resume_is_bit_for_bit(freeze_step: Any) -> None:
         saved = {}
         for step in range(last):
             if step in stops:
-                saved[step] = _save(optimizer, trained)
+                saved[step] = save(optimizer, trained)
             train(optimizer, trained, [step], transport.rank)
         expected = snapshot(trained)
         for stop in stops:
             optimizer, trained = _make(transport, **options)
-            _restore(optimizer, trained, saved[stop])
+            restore(optimizer, trained, saved[stop])
             train(optimizer, trained, range(stop, last), transport.rank)
             assert_bit_equal(snapshot(trained), expected, f"stopped at {stop}")
         return expected
@@ -81,13 +71,13 @@ def test_another_size_goes_on_without_the_errors_and_says_so(caplog: pytest.LogC
     def first(transport: LocalTransport) -> Any:
         optimizer, trained = _make(transport)
         train(optimizer, trained, range(8), transport.rank)
-        return _save(optimizer, trained)
+        return save(optimizer, trained)
 
     saved = on_ranks(2, first)[0]
 
     def second(transport: LocalTransport) -> list[Any]:
         optimizer, trained = _make(transport)
-        _restore(optimizer, trained, saved)
+        restore(optimizer, trained, saved)
         assert optimizer.stats.stage == COMPRESSION
         assert not any(error.any() for bucket in buckets_of(optimizer) for error in bucket.errors().values())
         train(optimizer, trained, range(8, 11), transport.rank)
@@ -101,13 +91,13 @@ def test_one_rank_goes_back_to_plain_adam() -> None:
     def first(transport: LocalTransport) -> Any:
         optimizer, trained = _make(transport)
         train(optimizer, trained, range(8), transport.rank)
-        return _save(optimizer, trained)
+        return save(optimizer, trained)
 
     saved = on_ranks(2, first)[0]
 
     def alone(transport: LocalTransport) -> None:
         optimizer, trained = _make(transport)
-        _restore(optimizer, trained, saved)
+        restore(optimizer, trained, saved)
         assert optimizer.stats.stage == WARM_UP
         # corrected by 8 updates now instead of 4
         ratio = optimizer.variance_of(2).numpy() / saved[0]["7"].reshape(SHAPES[2])
@@ -124,9 +114,9 @@ def test_resume_with_another_freeze_step(freeze_step: int, stage: str, caplog: p
     def work(transport: LocalTransport) -> list[Any]:
         optimizer, trained = _make(transport)
         train(optimizer, trained, range(8), transport.rank)
-        saved = _save(optimizer, trained)
+        saved = save(optimizer, trained)
         optimizer, trained = _make(transport, freeze_step=freeze_step)
-        _restore(optimizer, trained, saved)
+        restore(optimizer, trained, saved)
         assert optimizer.stats.stage == stage
         train(optimizer, trained, range(8, 10), transport.rank)
         assert optimizer.stats.stage == stage
@@ -152,12 +142,12 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing() -> None:
     def work(transport: LocalTransport) -> list[Any]:
         optimizer, trained = _make(transport)
         train(optimizer, trained, range(6), transport.rank)
-        store, _ = _save(optimizer, trained)
+        store, _ = save(optimizer, trained)
         before = {name: np.array(array) for name, array in store.items()}
         for reason, damaged in _damaged(store).items():
             with pytest.raises(ValueError, match=reason):
                 optimizer.load_own_variables(damaged)
-            after, _ = _save(optimizer, trained)
+            after, _ = save(optimizer, trained)
             assert_bit_equal(list(after.values()), list(before.values()), reason)
         train(optimizer, trained, [6], transport.rank)
         return snapshot(trained)
@@ -203,10 +193,10 @@ def test_ranks_that_restored_different_checkpoints_all_raise() -> None:
     def work(transport: LocalTransport) -> str:
         optimizer, trained = _make(transport)
         train(optimizer, trained, range(3), transport.rank)
-        saved = _save(optimizer, trained)
+        saved = save(optimizer, trained)
         train(optimizer, trained, range(3, 6), transport.rank)
         if transport.rank == 1:
-            _restore(optimizer, trained, saved)
+            restore(optimizer, trained, saved)
         with pytest.raises(RuntimeError, match="the ranks disagree") as caught:
             train(optimizer, trained, [6], transport.rank)
         return str(caught.value)

@@ -27,6 +27,8 @@ from tf_training import (
     gradients,
     mean_gradients,
     on_ranks,
+    restore,
+    save,
     snapshot,
     train,
     variables,
@@ -436,18 +438,6 @@ def _make(transport: LocalTransport, **options: Any) -> tuple[Any, list[Any]]:
     return optimizer, trained
 
 
-def _save(optimizer: Any, trained: list[Any]) -> tuple[dict[str, Any], list[Any]]:
-    store: dict[str, Any] = {}
-    optimizer.save_own_variables(store)
-    return {name: np.array(array) for name, array in store.items()}, snapshot(trained)
-
-
-def _restore(optimizer: Any, trained: list[Any], saved: tuple[dict[str, Any], list[Any]]) -> None:
-    for variable, value in zip(trained, saved[1], strict=True):
-        variable.assign(value)
-    optimizer.load_own_variables(saved[0])
-
-
 def test_resume_is_bit_for_bit_at_any_step() -> None:
     """While the variance is live, at its freeze, at a synchronisation, and between two."""
     last = max(due(24)[1])
@@ -459,12 +449,12 @@ def test_resume_is_bit_for_bit_at_any_step() -> None:
         saved = {}
         for step in range(last):
             if step in stops:
-                saved[step] = _save(optimizer, trained)
+                saved[step] = save(optimizer, trained)
             train(optimizer, trained, [step], transport.rank)
         expected = state_of(optimizer, trained)
         for stop in stops:
             other, others = _make(transport)
-            _restore(other, others, saved[stop])
+            restore(other, others, saved[stop])
             train(other, others, range(stop, last), transport.rank)
             assert_bit_equal(state_of(other, others), expected, f"stopped at {stop}")
             assert (other.stats.step, other.stats.frozen_step) == (last, FREEZE)
@@ -481,13 +471,13 @@ def test_other_ranks_go_on_and_say_what_they_drop(caplog: pytest.LogCaptureFixtu
     def first(transport: LocalTransport) -> Any:
         optimizer, trained = _make(transport)
         train(optimizer, trained, range(stop), transport.rank)
-        return _save(optimizer, trained)
+        return save(optimizer, trained)
 
     saved = on_ranks(2, first)[1]
 
     def second(transport: LocalTransport) -> list[Any]:
         optimizer, trained = _make(transport)
-        _restore(optimizer, trained, saved)
+        restore(optimizer, trained, saved)
         assert_bit_equal(snapshot(trained), saved[1])
         train(optimizer, trained, range(stop, last), transport.rank)
         return snapshot(trained)
@@ -499,7 +489,7 @@ def test_other_ranks_go_on_and_say_what_they_drop(caplog: pytest.LogCaptureFixtu
 
     def alone(transport: LocalTransport) -> None:
         optimizer, trained = _make(transport)
-        _restore(optimizer, trained, saved)
+        restore(optimizer, trained, saved)
         updates = len(due(stop)[0])
         ratio = optimizer.variance_of(2).numpy() / saved[0][f"{2 + 2 * 2 + 1}"]
         np.testing.assert_allclose(ratio, (1 - 0.95**stop) / (1 - 0.95**updates), rtol=1e-5)
@@ -519,7 +509,7 @@ def test_plain_adams_checkpoint_goes_on_with_its_own_variance() -> None:
 
     def work(transport: LocalTransport) -> None:
         optimizer, trained = _make(transport)
-        _restore(optimizer, trained, (store, snapshot(theirs)))
+        restore(optimizer, trained, (store, snapshot(theirs)))
         train(optimizer, trained, [8], transport.rank)
         assert optimizer._engine.value.table.numpy()[1].tolist() == [9, 9, 9]
         assert np.abs(snapshot(trained)[0] - snapshot(theirs)[0]).max() < 0.03
@@ -531,7 +521,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing() -> None:
     def work(transport: LocalTransport) -> list[Any]:
         optimizer, trained = _make(transport)
         train(optimizer, trained, range(12), transport.rank)
-        store, _ = _save(optimizer, trained)
+        store, _ = save(optimizer, trained)
         before = {name: np.array(array) for name, array in store.items()}
         about = json.loads(store["onebit.about"].tobytes())
         newer = np.frombuffer(json.dumps({**about, "version": 99}).encode(), np.uint8)
@@ -545,7 +535,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing() -> None:
         }.items():
             with pytest.raises(ValueError, match=reason):
                 optimizer.load_own_variables(damaged)
-            after, _ = _save(optimizer, trained)
+            after, _ = save(optimizer, trained)
             assert_bit_equal(list(after.values()), list(before.values()), reason)
         other = distribute(onebit.OneBitAdam(freeze_step=3), transport)
         other.build(variables(SHAPES))

@@ -21,6 +21,8 @@ __all__ = [
     "gradient",
     "mean_gradients",
     "on_ranks",
+    "restore",
+    "save",
     "snapshot",
     "train",
     "variables",
@@ -90,6 +92,20 @@ def buckets_of(optimizer: Any) -> list[Any]:
 def snapshot(trained: Sequence[Any]) -> list[Array]:
     """Copies: TensorFlow may use a variable's memory again."""
     return [v.numpy().copy() for v in trained]
+
+
+def save(optimizer: Any, trained: Sequence[Any]) -> tuple[dict[str, Any], list[Array]]:
+    """What a checkpoint holds, and the values of what is trained."""
+    store: dict[str, Any] = {}
+    optimizer.save_own_variables(store)
+    return {name: np.array(array) for name, array in store.items()}, snapshot(trained)
+
+
+def restore(optimizer: Any, trained: Sequence[Any], saved: tuple[dict[str, Any], list[Array]]) -> None:
+    """Puts back what `save` gave."""
+    for variable, value in zip(trained, saved[1], strict=True):
+        variable.assign(value)
+    optimizer.load_own_variables(saved[0])
 
 
 def assert_bit_equal(mine: Sequence[Array], theirs: Sequence[Array], what: str = "") -> None:
