@@ -20,6 +20,7 @@ __all__ = ["Finding", "Report", "examine"]
 
 _PROBE_TIMEOUT_SECONDS = 300.0
 _INSTALL_HOROVOD = "hvd-onebit install-horovod"
+_NO_ANSWER = "no answer"
 
 # Each probe is a process of its own: an import that crashes is then a finding. It prints one JSON object a line.
 _PROBES = {
@@ -176,7 +177,7 @@ def _probe(code: str, environment: Mapping[str, str]) -> tuple[list[dict[str, An
             errors="replace",
         )
     except subprocess.TimeoutExpired:
-        return [], f"no answer within {_PROBE_TIMEOUT_SECONDS:g} s"
+        return [], f"{_NO_ANSWER} within {_PROBE_TIMEOUT_SECONDS:g} s"
     found = [json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("found {")]
     if result.returncode == 0:
         return found, ""
@@ -200,6 +201,8 @@ def _framework_findings(found: Mapping[str, dict[str, Any]], errors: Mapping[str
                     findings.append(Finding(topic, {}, "not installed", remedy, needed=all(absent.values())))
             else:
                 remedy = _INSTALL_HOROVOD if topic.startswith("horovod") else f"repair or uninstall {framework}"
+                if errors[framework].startswith(_NO_ANSWER):
+                    remedy = "try again when the machine is less busy"
                 findings.append(Finding(topic, {}, errors[framework], remedy, needed=True))
                 break
     return findings

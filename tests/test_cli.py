@@ -156,6 +156,16 @@ def test_doctor_speaks_to_people() -> None:
     assert lines[-1] == "All that is needed works. To start two ranks: horovodrun --gloo -np 2 python train.py"
 
 
+def test_doctor_does_not_take_a_busy_machine_for_a_broken_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PROBE_TIMEOUT_SECONDS", 0.01)
+    _, error = doctor._probe("import time; time.sleep(60)", os.environ)
+    findings = doctor._framework_findings({}, {"torch": error, "tensorflow": "No module named 'tensorflow'"})
+    assert (findings[0].problem, findings[0].remedy) == (
+        "no answer within 0.01 s",
+        "try again when the machine is less busy",
+    )
+
+
 def test_doctor_names_the_remedy_for_what_is_absent() -> None:
     errors = {name: f"ModuleNotFoundError: No module named '{name}'" for name in ("torch", "tensorflow")}
     findings = doctor._framework_findings({}, errors)
