@@ -12,10 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from hvd_onebit.errors import OneBitError
+from hvd_onebit import __version__
+from hvd_onebit.errors import FREEZE_FAILED, OneBitError
+from hvd_onebit.options import CompressionOptions
 from hvd_onebit.transport import Pending, Transport
 
 __all__ = [
+    "FAILURE",
     "PARAMETERS",
     "Agreement",
     "check_fields",
@@ -23,6 +26,7 @@ __all__ = [
     "encode_fields",
     "raise_disagreement",
     "raise_if_any_failed",
+    "static_fields",
 ]
 
 _DIGEST_BYTES = 16
@@ -38,6 +42,20 @@ def digest(fields: Fields) -> bytes:
 def encode_fields(fields: Fields) -> bytes:
     """JSON-able fields as bytes, in one way."""
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def static_fields(options: CompressionOptions, parameters: Sequence[str], size: int) -> dict[str, Any]:
+    """What ranks must have in common and what does not change while they train.
+
+    Args:
+        options: what the user chose.
+        parameters: name, shape and dtype of each, in order.
+        size: number of ranks.
+    """
+    fields: dict[str, Any] = {"version of hvd_onebit": __version__, "world size": size}
+    fields |= {f"option {name}": value for name, value in options.as_fields().items()}
+    fields["number of parameters"] = len(parameters)
+    return fields | {f"parameter {i}": each for i, each in enumerate(parameters)}
 
 
 def check_fields(encoded: Sequence[bytes]) -> None:
@@ -70,12 +88,20 @@ PARAMETERS = "checksum of the parameters"
 """The field that tells ranks apart which start from other parameters, where somebody forgot to broadcast them."""
 
 
+FAILURE = "why the variance could not be frozen"
+"""The field of a rank that failed at the freeze, where ranks find that out by comparing fields: [rank, reason].
+
+The rank makes digests differ even if all ranks fail for the same reason.
+"""
+
+
 def raise_disagreement(encoded: Sequence[bytes]) -> NoReturn:
     """Raises OneBitError, the same text on every rank, for ranks whose digests differ.
 
     Args:
         encoded: every rank's `encode_fields`, in rank order.
     """
+    _raise_failures([json.loads(each).get(FAILURE, (rank, ""))[1] for rank, each in enumerate(encoded)], FREEZE_FAILED)
     check_fields(encoded)
     raise OneBitError("the ranks' digests differ although their fields are equal: they run different versions")
 
@@ -89,7 +115,10 @@ def raise_if_any_failed(transport: Transport[Any], failure: str, *, what: str, n
         what: what was tried, and what holds now.
         name: fixed name of the collective.
     """
-    failures = [each.decode() for each in transport.allgather_bytes(failure.encode(), name=name).wait()]
+    _raise_failures([each.decode() for each in transport.allgather_bytes(failure.encode(), name=name).wait()], what)
+
+
+def _raise_failures(failures: Sequence[str], what: str) -> None:
     if any(failures):
         reasons = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(failures) if each)
         raise OneBitError(f"{what} ({reasons})")

@@ -6,11 +6,11 @@ import copy
 import gc
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from memory import resident_kilobytes
 from torch_training import assert_replicas_equal, distribute, on_ranks, snapshot
 
 from hvd_onebit.state import owed_by_parameter
@@ -72,10 +72,6 @@ def _world(size: int, first: int, steps: int, saved: Any, values: list[torch.Ten
     return on_ranks(size, work)
 
 
-def _resident_kilobytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4
-
-
 def test_a_long_run_keeps_replicas_equal_memory_flat_and_owes_what_it_did_not_send() -> None:
     choose = random.Random(0)
     values = [torch.randn(shape, generator=torch.Generator().manual_seed(5)) for shape in SHAPES]
@@ -92,7 +88,7 @@ def test_a_long_run_keeps_replicas_equal_memory_flat_and_owes_what_it_did_not_se
         size = choose.choice([2, 3, 3, 4])
         if not resident and done >= STEPS // 3:
             gc.collect()
-            resident = _resident_kilobytes()
+            resident = resident_kilobytes()
     gc.collect()
     assert skipped > STEPS // 50
-    assert _resident_kilobytes() - resident < 20_000
+    assert resident_kilobytes() - resident < 20_000

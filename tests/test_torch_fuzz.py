@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory import resident_kilobytes
 from torch_training import assert_bit_equal, assert_replicas_equal, distribute, on_ranks, snapshot
 
 import hvd_onebit.torch as onebit
@@ -210,11 +211,6 @@ def test_whatever_happens_ranks_agree_and_nothing_is_lost(
 # what is made and dropped leaves nothing
 
 
-def _resident_kilobytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * 4
-
-
 def test_optimizers_that_are_dropped_leave_nothing() -> None:
     """A thousand, with state and buckets, are gone, and memory is as it was."""
 
@@ -237,8 +233,8 @@ def test_optimizers_that_are_dropped_leave_nothing() -> None:
         return every
 
     make_and_drop(50)
-    before = _resident_kilobytes()
+    before = resident_kilobytes()
     alive = make_and_drop(500)
     assert not any(each() is not None for each in alive)
     # of a thousand each would hold 40 kB
-    assert _resident_kilobytes() - before < 10_000
+    assert resident_kilobytes() - before < 10_000

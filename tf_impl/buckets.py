@@ -33,6 +33,7 @@ from hvd_onebit.tensorflow.transport import TensorGroup, TensorGroups, TensorTra
 __all__ = ["DeviceBucket", "ExchangedBucket", "HostBucket", "Hosts", "Inputs", "Sent", "Updates"]
 
 Floats = npt.NDArray[np.float32]
+_WORKING_ARRAYS = 2  # as long as a bucket: gradients, which become parameters, and the momentum
 _ALIGNMENT = 64  # what TensorFlow asks of memory that it takes over without a copy
 
 
@@ -110,6 +111,10 @@ class ExchangedBucket(Protocol):
     @property
     def layout(self) -> CompressedAllreduce[Any]: ...
 
+    def reserve(self) -> None:
+        """Allocates the memory that steps work in, now rather than in the middle of one."""
+        ...
+
     def exchange(self, inputs: Inputs) -> Sent: ...
 
     def commit(self, inputs: Inputs, sent: Sent) -> Updates:
@@ -183,6 +188,10 @@ class HostBucket:
     @property
     def layout(self) -> CompressedAllreduce[Any]:
         return self._exchange
+
+    def reserve(self) -> None:
+        """Allocates the memory that steps work in, now rather than in the middle of one."""
+        self._memory.reserve(_WORKING_ARRAYS)
 
     def exchange(self, inputs: Inputs) -> Sent:
         """Collective: compress, send, reduce, send, in the graph."""
@@ -472,6 +481,9 @@ class DeviceBucket:
             if self._layout.is_two_phase:
                 self._server_error = tf.Variable(tf.zeros([own.stop - own.start]), trainable=False, name="server_error")
 
+    def reserve(self) -> None:
+        """Nothing: operations allocate what they need."""
+
     def exchange(self, inputs: Inputs) -> Sent:
         """Collective: compress, send, reduce, send, in the graph."""
         momentum: tf.Tensor | None = None
@@ -709,9 +721,13 @@ class _Memory:
             # the list, the loop's variable and the call itself refer to it
             if sys.getrefcount(block) == _OWN_REFERENCES:
                 return self._array(block)
-        block = np.empty(4 * self._num_elements + _ALIGNMENT, np.uint8)
-        self._blocks.append(block)
-        return self._array(block)
+        self.reserve(len(self._blocks) + 1)
+        return self._array(self._blocks[-1])
+
+    def reserve(self, count: int) -> None:
+        """Makes sure that there are so many, in use or not."""
+        for _ in range(count - len(self._blocks)):
+            self._blocks.append(np.empty(4 * self._num_elements + _ALIGNMENT, np.uint8))
 
     def _array(self, block: npt.NDArray[np.uint8]) -> Floats:
         start = -block.ctypes.data % _ALIGNMENT

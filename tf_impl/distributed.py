@@ -7,6 +7,7 @@ alone. Nothing of Keras's or Horovod's is patched.
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from hvd_onebit.options import CompressionOptions, options_from, refuse_for_loca
 from hvd_onebit.rules import clip_factor, ordered_norm
 from hvd_onebit.stats import Stats
 from hvd_onebit.tensorflow.codec import is_on_host
-from hvd_onebit.tensorflow.engine import FORMAT_VERSION, CompressionEngine, native
+from hvd_onebit.tensorflow.engine import FORMAT_VERSION, CompressionEngine, Outcome, native
 from hvd_onebit.tensorflow.local_steps import LocalStepsEngine, LocalStepsRule
 from hvd_onebit.tensorflow.optimizers import Lamb, LambUpdate, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 from hvd_onebit.tensorflow.rules import AdamRule, LambRule, Rule, SgdRule
@@ -316,6 +317,7 @@ def _next_name(process_set: Any) -> str:
 
 # Keras's class comes next in the order of methods; it is unknown to type checkers, and so are its attributes
 _Base: Any = object
+_PythonState: Any = tf.train.experimental.PythonState
 
 
 class _Distributed(_Base):
@@ -334,6 +336,7 @@ class _Distributed(_Base):
         self._steps = _Untracked(None)
         self._stats = _Untracked(Stats())
         self._is_scaled_elsewhere = False
+        self.compression_errors = _ErrorsInCheckpoint(_Untracked(self))  # an attribute that TensorFlow tracks
 
     @property
     def stats(self) -> Stats:
@@ -398,6 +401,7 @@ class _Distributed(_Base):
                 wire_bytes=settings.wire_bytes,
             )
         )
+        self.compression_errors.hand_over()
 
     def enter_world(self, prefix: str, old: dict[str, Any] | None = None) -> None:
         """After Horovod was initialised anew: takes up its ranks. Not collective.
@@ -472,31 +476,37 @@ class _Distributed(_Base):
             gradients = [g / self.loss_scale_factor for g in gradients]
         iterations = native(self._iterations)
         passes = self.gradient_accumulation_steps
-        if not passes:
-            return self._update(gradients, iterations, 1, held)
+        if passes:
+            outcome = self._accumulate(gradients, iterations, passes, held)
+        else:
+            outcome = self._update(gradients, iterations, 1, held)
+        self._engine.value.freeze_when_due(outcome)
+        return outcome.made
+
+    def _accumulate(
+        self, gradients: list[tf.Tensor], iterations: tf.Variable, passes: int, held: Sequence[int]
+    ) -> Outcome:
         accumulated = [native(v) for v in self._accumulated_gradients]
 
-        def accumulate() -> tf.Tensor:
+        def accumulate() -> Outcome:
             for variable, gradient in zip(accumulated, gradients, strict=True):
                 variable.assign_add(gradient)
             self._end_pass(iterations)
-            return tf.constant(True)
+            return Outcome.of_a_pass()
 
-        def update() -> tf.Tensor:
+        def update() -> Outcome:
             total = [g + variable for g, variable in zip(gradients, accumulated, strict=True)]
             mean = total if self._settings.value.sums_passes else [g / passes for g in total]
-            made = self._update(mean, iterations, passes, held)
+            outcome = self._update(mean, iterations, passes, held)
             for variable in accumulated:
                 variable.assign(tf.zeros_like(variable))
-            return made
+            return outcome
 
         return tf.cond((iterations + 1) % passes == 0, update, accumulate)
 
-    def _update(
-        self, gradients: list[tf.Tensor], iterations: tf.Variable, passes: int, held: Sequence[int]
-    ) -> tf.Tensor:
+    def _update(self, gradients: list[tf.Tensor], iterations: tf.Variable, passes: int, held: Sequence[int]) -> Outcome:
         kept = [(variable, tf.identity(variable)) for variable in (native(self._trainable_variables[i]) for i in held)]
-        made = self._engine.value.step(self._clip_own(gradients), held)
+        outcome = self._engine.value.step(self._clip_own(gradients), held)
 
         def commit() -> bool:
             for variable, value in kept:
@@ -513,7 +523,8 @@ class _Distributed(_Base):
             iterations.assign_sub(passes - 1)
             return False
 
-        return tf.cond(made, commit, skip)
+        with tf.control_dependencies([tf.cond(outcome.made, commit, skip)]):
+            return Outcome(*map(tf.identity, outcome))
 
     def _clip_own(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         """This rank's gradients scaled down to `local_clip_norm`, if there is one."""
@@ -600,6 +611,39 @@ class _Distributed(_Base):
             ValueError: the checkpoint does not fit or is damaged; the optimizer is as it was.
         """
         _load(self.variables, self.own_variables(), self._engine.value, store)
+
+
+class _ErrorsInCheckpoint(_PythonState):
+    """This rank's compression errors in a tf.train.Checkpoint of the optimizer, beside its variables.
+
+    Attributes:
+        optimizer: whose errors they are; held as `_Untracked`.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self._pending: dict[str, Any] | None = None
+
+    def serialize(self) -> bytes:
+        """What Keras's files hold of them; nothing before the optimizer is built."""
+        engine = self._optimizer.value._engine.value
+        file = io.BytesIO()
+        np.savez(file, **({} if engine is None else engine.state()))
+        return file.getvalue()
+
+    def deserialize(self, string: bytes) -> None:
+        """The other way round; they are taken up by the next step."""
+        with np.load(io.BytesIO(string)) as saved:
+            self._pending = dict(saved) or None
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Gives restored errors to the engine, once there is one."""
+        engine = self._optimizer.value._engine.value
+        if engine is not None and self._pending is not None:
+            engine.load_at_next_step(self._pending)
+            self._pending = None
 
 
 class _Untracked:

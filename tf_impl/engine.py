@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
 from hvd_onebit import notices
-from hvd_onebit.agreement import PARAMETERS, digest, encode_fields, raise_disagreement
+from hvd_onebit.agreement import FAILURE, PARAMETERS, digest, encode_fields, raise_disagreement, static_fields
 from hvd_onebit.codec import HostCodec
 from hvd_onebit.errors import OneBitError, too_many_skips
 from hvd_onebit.hosts import HostGroups, hierarchical_place
@@ -50,18 +53,44 @@ from hvd_onebit.tensorflow.transport import TensorTransport, on_host, split_fram
 __all__ = [
     "FORMAT_VERSION",
     "CompressionEngine",
+    "Outcome",
     "flat_tensor",
     "native",
     "owes",
     "pack_schedule",
+    "relative_paths",
     "unpack_errors",
     "unpack_schedule",
 ]
 
 FORMAT_VERSION = 1
+_COUNTED = re.compile(r"(.*?)_(\d+)")
 _LEFT_OUT = "variables that are not trained"
+_FROZEN_CHECKSUM = "checksum of the frozen variance"
 
 Array = npt.NDArray[Any]
+
+
+class Outcome(NamedTuple):
+    """What became of a step, as tensors without dimensions."""
+
+    made: tf.Tensor
+    """Whether the update was made."""
+    look: tf.Tensor
+    """Whether there may be something to freeze."""
+    step: tf.Tensor
+    """Committed updates before it: int64."""
+    lr: tf.Tensor
+
+    @staticmethod
+    def of(made: Any, look: Any, step: Any, lr: Any) -> Outcome:
+        """With the types that all outcomes have."""
+        return Outcome(tf.convert_to_tensor(made), tf.convert_to_tensor(look), tf.cast(step, tf.int64), lr)
+
+    @staticmethod
+    def of_a_pass() -> Outcome:
+        """Of a backward pass that makes no update."""
+        return Outcome.of(True, False, 0, tf.constant(0.0))
 
 
 class CompressionEngine:
@@ -129,8 +158,13 @@ class CompressionEngine:
         self.stats.uncompressed_bytes_per_step = ring_allreduce_bytes(4 * sum(self._sizes), transport.size)
         self._static_fields = self._describe()
         self._static_digest = digest(self._static_fields).hex()
-        self._frozen_checksum: int | None = None
+        self._failure = ""  # of this rank, at the freeze
+        self._prepared = (0, 0, 0)  # by the freeze: coordinates that are dead and floored, checksum of the variance
+        self._counted_for: bytes | None = None  # the frozen steps that these are of:
+        self._waits = False  # something will be compressed, but is not yet
+        self._allreduced_bytes = 0.0
         self._errors_are_shared = False
+        self._restored: dict[str, Array] | None = None
         self._has_ended = False
         self._told = False
         self._steps_here = 0  # made with these ranks, skipped ones included
@@ -180,8 +214,8 @@ class CompressionEngine:
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def step(self, gradients: Sequence[tf.Tensor], held: Sequence[int] = ()) -> tf.Tensor:
-        """Collective: one update from this rank's gradients, one a variable, or none: bool, whether it was made.
+    def step(self, gradients: Sequence[tf.Tensor], held: Sequence[int] = ()) -> Outcome:
+        """Collective: one update from this rank's gradients, one a variable, or none. `freeze_when_due` comes after it.
 
         Args:
             gradients: one a variable.
@@ -203,9 +237,7 @@ class CompressionEngine:
             lambda: self._compression_step(gradients, step, lr, table),
             lambda: self._warm_up_step(gradients),
         )
-        look = self._end_step(finite, compresses, step, lr, table)
-        tf.cond(look, lambda: self._freeze_when_due(step, lr, table), lambda: False)
-        return finite
+        return Outcome.of(finite, self._end_step(finite, compresses, step, lr, table), step, lr)
 
     def _warm_up_step(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         everything = range(len(self._variables))
@@ -348,16 +380,36 @@ class CompressionEngine:
             return tf.constant(True)
         left_out = [self._names[i] for i in held]
         given = [step, lr, table, self._parameters_checksum(step)]
-        own = on_host(partial(self._token, left_out), given, tf.uint8)
-        frames = self.transport.gather_frames(own, name="agreement.digest")
+        return self._compare(partial(self._token, left_out), partial(self._encoded_fields, left_out), given)
+
+    def _agree_to_freeze(self, step: tf.Tensor, lr: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
+        """Collective: raises the same error on every rank, if one has failed or would freeze something else.
+
+        By the collective that begins a step: there it meets a rank that saw nothing to freeze, and both raise.
+        """
+
+        def fields(step: Any, lr: Any, table: Any) -> dict[str, Any]:
+            own: dict[str, Any] = {_FROZEN_CHECKSUM: self._prepared[2]}
+            if self._failure:
+                own = {FAILURE: [self.transport.rank, self._failure]}
+            return {**self._fields_now([], step, lr, table, 0), **own}
+
+        return self._compare(
+            lambda *given: self._digest(fields(*given)),
+            lambda *given: self._encoded(fields(*given)),
+            [step + 1, lr, table],
+        )
+
+    def _compare(
+        self, token: Callable[..., Array], encoded: Callable[..., Array], given: Sequence[tf.Tensor]
+    ) -> tf.Tensor:
+        frames = self.transport.gather_frames(on_host(token, given, tf.uint8), name="agreement.digest")
         digests = tf.reshape(frames, [self.transport.size, -1])
         same = tf.reduce_all(digests == digests[:1])
 
         def raise_everywhere() -> tf.Tensor:
-            fields = on_host(partial(self._encoded_fields, left_out), given, tf.uint8)
-            return on_host(
-                _raise_disagreement, [self.transport.gather_frames(fields, name="agreement.fields")], tf.bool
-            )
+            fields = self.transport.gather_frames(on_host(encoded, given, tf.uint8), name="agreement.fields")
+            return on_host(_raise_disagreement, [fields], tf.bool)
 
         # not before: a rank that wants no groups would not come
         return tf.cond(same, self._connect, raise_everywhere)
@@ -386,10 +438,12 @@ class CompressionEngine:
 
         return tf.cond(step == 1, checksum, lambda: tf.constant(0, tf.int64))
 
-    def _token(self, left_out: Sequence[str], *agreed: Any) -> Array:
+    def _token(self, left_out: Sequence[str], step: Any, lr: Any, table: Any, parameters: Any) -> Array:
         self._refuse_if_ended()
         self._forget_shared()
-        return np.frombuffer(digest({"static": self._static_digest, **self._fields_now(left_out, *agreed)}), np.uint8)
+        if self._restored is not None:
+            self._take_restored(self._restored, table)
+        return self._digest(self._fields_now(left_out, step, lr, table, parameters))
 
     def _forget_shared(self) -> None:
         self._errors_are_shared = False
@@ -397,7 +451,13 @@ class CompressionEngine:
             bucket.shared_error = None
 
     def _encoded_fields(self, left_out: Sequence[str], *agreed: Any) -> Array:
-        return np.frombuffer(encode_fields({**self._static_fields, **self._fields_now(left_out, *agreed)}), np.uint8)
+        return self._encoded(self._fields_now(left_out, *agreed))
+
+    def _digest(self, fields: dict[str, Any]) -> Array:
+        return np.frombuffer(digest({"static": self._static_digest, **fields}), np.uint8)
+
+    def _encoded(self, fields: dict[str, Any]) -> Array:
+        return np.frombuffer(encode_fields({**self._static_fields, **fields}), np.uint8)
 
     def _fields_now(self, left_out: Sequence[str], step: Any, lr: Any, table: Any, parameters: Any) -> dict[str, Any]:
         return {_LEFT_OUT: left_out, PARAMETERS: int(parameters), **self._dynamic_fields(step, lr, table)}
@@ -411,14 +471,10 @@ class CompressionEngine:
             )
 
     def _describe(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {f"option {name}": value for name, value in self.options.as_fields().items()}
-        fields["number of parameters"] = len(self._variables)
-        for i, v in enumerate(self._variables):
-            fields[f"parameter {i}"] = f"{self._key(i)} {tuple(v.shape)} {v.dtype.name}"
-        fields["world size"] = self.transport.size
-        fields["hosts of the hierarchical exchange"] = None if self._place is None else self._place.num_hosts
-        fields.update(self.rule.fields())
-        return fields
+        named = zip(relative_paths(self._names), self._variables, strict=True)
+        parameters = [f"{name} {tuple(v.shape)} {v.dtype.name}" for name, v in named]
+        hosts = {"hosts of the hierarchical exchange": None if self._place is None else self._place.num_hosts}
+        return {**static_fields(self.options, parameters, self.transport.size), **hosts, **self.rule.fields()}
 
     def _dynamic_fields(self, step: Any, lr: Any, table: Any) -> dict[str, Any]:
         compressed = any_frozen(table)
@@ -432,8 +488,6 @@ class CompressionEngine:
         checksums = [bucket.checksum for bucket in self._buckets]
         if any(checksums):
             fields["checksum of the averaged momentum"] = checksums
-        if self._frozen_checksum is not None:
-            fields["checksum of the frozen variance"] = self._frozen_checksum
         return fields
 
     # -- the end of a step -------------------------------------------------------------------------------------------
@@ -448,26 +502,21 @@ class CompressionEngine:
 
     def _count_step(self, finite: Any, compresses: Any, step: Any, lr: Any, table: Any, schedule: Any) -> Any:
         self._refuse_if_ended()
-        self._frozen_checksum = None
-        frozen = table[FROZEN_STEP] != 0
+        self._count_stages(table)
         stage = COMPRESSION if compresses else WARM_UP
         if self.transport.size > 1:
             if compresses:
                 self._count_exchange()
-            self.stats.count(
-                sum(n for n, is_frozen in zip(self._allreduce_bytes, frozen, strict=True) if not is_frozen)
-            )
+            self.stats.count(self._allreduced_bytes)
         self.stats.end_step(stage, skipped=not finite)
         self.stats.stage, self.stats.step = stage, int(step) + int(finite)
-        self.stats.frozen_step = first_frozen_step(table)
-        self._count_elements(frozen)
         self._measure_when_due()
         if not finite:
             for bucket in self._buckets:
                 bucket.checksum = 0
             self._report_skip(int(step))
             return np.bool_(False)
-        if self.transport.size == 1 or frozen[self._compressible].all():
+        if self.transport.size == 1 or not self._waits:
             return np.bool_(False)
         return np.bool_(self._must_look(int(step) + 1, float(lr), table, schedule))
 
@@ -491,6 +540,18 @@ class CompressionEngine:
         self.stats.plan = plan_run(found, num_elements, self.options)
         if self.transport.rank == 0:
             notices.measured(self.stats.plan, self.options)
+
+    def _count_stages(self, table: Array) -> None:
+        """What depends on the variables' stages alone: counted once after each change of them."""
+        key = table[FROZEN_STEP].tobytes()
+        if key == self._counted_for:
+            return
+        self._counted_for = key
+        frozen = table[FROZEN_STEP] != 0
+        self.stats.frozen_step = first_frozen_step(table)
+        self._count_elements(frozen)
+        self._waits = not frozen[self._compressible].all()
+        self._allreduced_bytes = sum(n for n, each in zip(self._allreduce_bytes, frozen, strict=True) if not each)
 
     def _must_look(self, step: int, lr: float, table: Any, schedule: Array) -> bool:
         if any_frozen(table):
@@ -524,86 +585,140 @@ class CompressionEngine:
 
     # -- freezing ----------------------------------------------------------------------------------------------------
 
-    def _freeze_when_due(self, step: tf.Tensor, lr: tf.Tensor, table: tf.Tensor) -> bool:
+    def freeze_when_due(self, outcome: Outcome) -> None:
+        """Collective: the last thing in a step, since a step in which the freeze fails was made all the same.
+
+        Raises:
+            OneBitError: some rank could not freeze, and all stay in warm-up; or ranks would freeze something else. The
+                same on every rank.
+        """
+        tf.cond(outcome.look, lambda: self._freeze_what_is_ready(outcome.step, outcome.lr), lambda: False)
+
+    def _freeze_what_is_ready(self, step: tf.Tensor, lr: tf.Tensor) -> bool:
+        """Everything is allocated first; then the ranks agree; then they switch."""
+        own_table, own_schedule = native(self.table), native(self.schedule)
         variances = [self.rule.variance_of(i) for i in self._compressible] if self.rule.has_variance else []
         flat = [flat_tensor(v) for v in variances]
-        given = [step, lr, table, native(self.schedule)]
-        new_table, schedule, ready = on_host(self._decide, [*given, *flat], [tf.int64, tf.float64, tf.bool])
-        native(self.table).assign(tf.ensure_shape(new_table, table.shape))
-        native(self.schedule).assign(tf.ensure_shape(schedule, native(self.schedule).shape))
-
-        def freeze() -> bool:
-            # also of rules without a variance, for what is counted and said
-            frozen = on_host(self._freeze, [step, new_table, ready, *flat], [tf.float32] * len(flat) + [tf.bool])
-            for i, variable, new in zip(self._compressible, variances, frozen, strict=False):
-                variable.assign(tf.cast(tf.reshape(new, variable.shape), variable.dtype))
-                if self.fresh:
-                    native(self.fresh[i]).assign(tf.reshape(new, variable.shape))
-            self._freeze_scalars(ready)
-            return True
-
-        tf.cond(tf.reduce_any(ready), freeze, lambda: False)
+        given = [step, lr, tf.identity(own_table), own_schedule, *flat]
+        table, schedule, ready = on_host(self._decide, given, [tf.int64, tf.float64, tf.bool])
+        table, schedule = tf.ensure_shape(table, own_table.shape), tf.ensure_shape(schedule, own_schedule.shape)
+        own_table.assign(table)
+        own_schedule.assign(schedule)
+        ready = tf.ensure_shape(ready, [len(self._compressible)])
+        tf.cond(tf.reduce_any(ready), lambda: self._freeze(step, lr, table, ready, variances, flat), lambda: False)
         return True
 
-    def _freeze_scalars(self, ready: tf.Tensor) -> None:
-        scalars = self.rule.scalars
-        if scalars is None:
-            return
-
-        def compute(ready: Any, table: Any, *momenta: Any) -> Any:
-            chosen = np.flatnonzero(ready)
-            indices = [self._compressible[i] for i in chosen]
-            return self.rule.frozen_scalars(indices, table, [momenta[i] for i in chosen])
-
-        momenta = [flat_tensor(self.rule.momentum_of(i)) for i in self._compressible]
-        new = on_host(compute, [ready, tf.identity(scalars), *momenta], tf.float64)
-        scalars.assign(tf.ensure_shape(new, scalars.shape))
+    def _freeze(
+        self,
+        step: tf.Tensor,
+        lr: tf.Tensor,
+        table: tf.Tensor,
+        ready: tf.Tensor,
+        variances: Sequence[tf.Variable],
+        flat: Sequence[tf.Tensor],
+    ) -> bool:
+        own_scalars = self.rule.scalars
+        momenta = [] if own_scalars is None else [flat_tensor(self.rule.momentum_of(i)) for i in self._compressible]
+        given = [step, table, ready, self._scalars(), *flat, *momenta]
+        types = [tf.int64, tf.float64] + [tf.float32] * len(flat)
+        new_table, scalars, *frozen = on_host(self._prepare_freeze, given, types)
+        with tf.control_dependencies([self._agree_to_freeze(step, lr, new_table)]):
+            native(self.table).assign(tf.ensure_shape(new_table, native(self.table).shape))
+            for k, (i, variable) in enumerate(zip(self._compressible, variances, strict=False)):
+                new = tf.reshape(frozen[k], variable.shape)
+                variable.assign(tf.where(ready[k], tf.cast(new, variable.dtype), variable))
+                if self.fresh:
+                    fresh = native(self.fresh[i])
+                    fresh.assign(tf.where(ready[k], new, fresh))
+            if own_scalars is not None:
+                own_scalars.assign(tf.ensure_shape(scalars, own_scalars.shape))
+            on_host(self._end_freeze, [step, new_table], tf.bool)
+        return True
 
     def _decide(self, step: Any, lr: Any, table: Any, schedule: Any, *variances: Any) -> Any:
+        """Which variables freeze now, as a mask, and the notes that were taken; no variable is frozen yet."""
+        self._failure, self._prepared = "", (0, 0, 0)
+        mask = np.zeros(len(self._compressible), bool)
+        try:
+            noted, ready = self._find_ready(int(step) + 1, float(lr), table, schedule, variances)
+        except Exception as error:
+            # the other ranks are told: they may be waiting for this one
+            self._fail(error)
+            return table.copy(), schedule.copy(), ~mask
+        mask[[self._compressible.index(i) for i in ready]] = True
+        noted[[FROZEN_STEP, VARIANCE_STEPS]] = table[[FROZEN_STEP, VARIANCE_STEPS]]
+        return noted, pack_schedule(self._schedule.state(), len(schedule)), mask
+
+    def _find_ready(
+        self, now: int, lr: float, table: Array, schedule: Array, variances: Sequence[Array]
+    ) -> tuple[Array, list[int]]:
         variance_of = dict(zip(self._compressible, variances, strict=False))
         self._schedule.load(unpack_schedule(schedule))
-        now = int(step) + 1
         waiting = [v for i, v in variance_of.items() if not table[FROZEN_STEP, i]]
         correction = bias_correction(self.rule.memory, now) if self.rule.bias_corrected else 1.0
 
         def norm() -> float:
             return sum(float(v.sum(dtype=np.float64)) for v in waiting) / correction
 
-        table, ready = freeze_ready(
+        return freeze_ready(
             table,
             self._compressible,
             step=now,
-            lr=float(lr),
+            lr=lr,
             options=self.options,
             schedule=self._schedule,
             variance_of=variance_of.get,
             variance_norm=norm if self.rule.has_variance else None,
         )
-        mask = np.zeros(len(self._compressible), bool)
-        mask[[self._compressible.index(i) for i in ready]] = True
-        return table, pack_schedule(self._schedule.state(), len(schedule)), mask
 
-    def _freeze(self, step: Any, table: Any, ready: Any, *variances: Any) -> list[Any]:
+    def _fail(self, error: Exception) -> None:
+        self._failure = f"{type(error).__name__}: {error}"[:200]
+
+    def _prepare_freeze(self, step: Any, table: Array, ready: Array, scalars: Array, *arrays: Any) -> list[Any]:
+        """Makes all that the freeze needs, and changes nothing."""
+        num_variances = len(self._compressible) if self.rule.has_variance else 0
+        variances, momenta = arrays[:num_variances], arrays[num_variances:]
+        chosen = [int(k) for k in np.flatnonzero(ready)]
+        indices = [self._compressible[k] for k in chosen]
+        table = table.copy()
+        table[FROZEN_STEP, indices] = table[VARIANCE_STEPS, indices] = int(step) + 1
+        if not self._failure:
+            try:
+                return [table, *self._frozen_arrays(chosen, scalars, variances, momenta)]
+            except Exception as error:
+                self._fail(error)
+        return [table, scalars.copy(), *(np.zeros(0, np.float32) for _ in variances)]
+
+    def _frozen_arrays(
+        self, chosen: Sequence[int], scalars: Array, variances: Sequence[Array], momenta: Sequence[Array]
+    ) -> list[Array]:
+        """The rule's scalars, then every variance, frozen or as it is."""
+        for bucket in self._buckets:
+            bucket.reserve()
+        every = [variance.copy() for variance in variances]
+        dead = floored = checksum = 0
+        for k in chosen if variances else []:
+            every[k], its_dead, its_floored = frozen_variance(variances[k], self.options)
+            dead, floored = dead + its_dead, floored + its_floored
+            checksum = zlib.crc32(every[k].tobytes(), checksum)
+        self._prepared = dead, floored, checksum
+        if momenta:
+            scalars = self.rule.frozen_scalars(
+                [self._compressible[k] for k in chosen], scalars, [momenta[k] for k in chosen]
+            )
+        return [scalars, *every]
+
+    def _end_freeze(self, step: Any, table: Any) -> Any:
         self._measure()
-        frozen = []
-        crc = 0
-        for variance, is_ready in zip(variances, ready, strict=False):
-            if not is_ready:
-                frozen.append(variance.copy())
-                continue
-            new, dead, floored = frozen_variance(variance, self.options)
-            self.stats.dead_elements += dead
-            self.stats.floored_elements += floored
-            crc = zlib.crc32(new.tobytes(), crc)
-            frozen.append(new)
-        self._frozen_checksum = crc
+        dead, floored, _ = self._prepared
+        self.stats.dead_elements += dead
+        self.stats.floored_elements += floored
         self._say_frozen(table, step=int(step) + 1)
-        return [*frozen, np.bool_(True)]
+        return np.bool_(True)
 
     def _say_frozen(self, table: Array, *, step: int) -> None:
-        self.stats.frozen_step = first_frozen_step(table)
         self.stats.step, self.stats.stage = step, COMPRESSION
-        self._count_elements(table[FROZEN_STEP] != 0)
+        self._count_stages(table)
         if self.transport.rank == 0:
             notices.frozen(self.stats, has_variance=self.rule.has_variance, lr_rises=self._schedule.lr_rises)
 
@@ -638,6 +753,8 @@ class CompressionEngine:
 
     def state(self) -> dict[str, Array]:
         """What a checkpoint needs beside the optimizer's variables: this rank's compression errors. Not collective."""
+        if self._restored is not None:
+            return self._restored
         buckets = [bucket.bucket for bucket in self._buckets]
         described = {
             "version": FORMAT_VERSION,
@@ -673,6 +790,32 @@ class CompressionEngine:
             return
         about, errors = unpack_errors(arrays)
         self._take_up(about, errors, owed_by_parameter(errors, about["size"]) if about["shared"] else {})
+
+    def load_at_next_step(self, arrays: dict[str, Array]) -> None:
+        """As `load` takes up the errors, when the step knows the restored variables. Not collective.
+
+        TensorFlow restores the variables of a tf.train.Checkpoint later than what is no variable.
+        """
+        self._restored = arrays
+
+    def _take_restored(self, arrays: dict[str, Array], table: Array) -> None:
+        self._forget()
+        if self._has_errors(table):
+            self._restore_errors(*unpack_errors(arrays))
+
+    def _has_errors(self, table: Array) -> bool:
+        """Whether something is compressed."""
+        return any_frozen(table)
+
+    def _forget(self) -> None:
+        """Drops what belongs to a state that has been replaced."""
+        for bucket in self._buckets:
+            bucket.forget()
+            bucket.checksum = 0
+        self._restored = None
+        self._errors_are_shared = False
+        self._told = False
+        self._counted_for = None
 
     def moved_to(
         self, transport: TensorTransport, *, gradient_scale: float, old: dict[str, Array] | None = None
@@ -740,12 +883,7 @@ class CompressionEngine:
             errors: to go on with, if they fit.
             owed: by parameter, the same on every rank: what is settled where compression ends.
         """
-        for bucket in self._buckets:
-            bucket.forget()
-            bucket.checksum = 0
-        self._frozen_checksum = None
-        self._errors_are_shared = False
-        self._told = False
+        self._forget()
         settled = self._thaw_if_early(owed)
         self._count_restored()
         if about is None:
@@ -757,9 +895,9 @@ class CompressionEngine:
 
     def _count_restored(self) -> None:
         table = self.table.numpy()
-        self.stats.frozen_step, self.stats.step = first_frozen_step(table), int(native(self._optimizer.iterations))
+        self.stats.step = int(native(self._optimizer.iterations))
         self.stats.stage = COMPRESSION if any_frozen(table) else WARM_UP
-        self._count_elements(table[FROZEN_STEP] != 0)
+        self._count_stages(table)
 
     def _thaw_if_early(self, owed: Mapping[str, Array]) -> bool:
         """Back to warm-up when freeze_step now lies ahead, or when there is nobody to send to.
@@ -851,6 +989,31 @@ def unpack_errors(arrays: Mapping[str, Array]) -> tuple[dict[str, Any], dict[str
         for name, parameters in about["buckets"].items()
     }
     return about, errors
+
+
+def relative_paths(paths: Sequence[str]) -> list[str]:
+    """The variables' paths, as far as they are the same on every rank that has built the same model.
+
+    Keras counts the names that it makes up: layers are dense_4 and dense_5 where other models were built before, dense
+    and dense_1 elsewhere. So numbers become places among the numbers that occur, and a model's own name is left out.
+
+    Example:
+        >>> relative_paths(["model/dense_5/kernel", "model/dense_4/kernel"])
+        ['dense.1/kernel', 'dense.0/kernel']
+    """
+    split = [[_COUNTED.fullmatch(part) or part for part in path.split("/")] for path in paths]
+    parts = [[(part, 0) if isinstance(part, str) else (part[1], int(part[2])) for part in each] for each in split]
+    if all(len(each) > 1 and each[0] == parts[0][0] for each in parts):
+        parts = [each[1:] for each in parts]
+    numbers: defaultdict[str, set[int]] = defaultdict(set)
+    for name, number in chain.from_iterable(parts):
+        numbers[name].add(number)
+
+    def shown(name: str, number: int) -> str:
+        places = sorted(numbers[name])
+        return name if len(places) == 1 else f"{name}.{places.index(number)}"
+
+    return ["/".join(shown(*part) for part in each) for each in parts]
 
 
 def owes(errors: Mapping[str, Any]) -> bool:

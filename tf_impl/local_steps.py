@@ -24,7 +24,7 @@ from hvd_onebit.schedule import Rounds, RoundSchedule
 from hvd_onebit.stage import FROZEN_STEP, VARIANCE_STEPS, first_frozen_step, variance_threshold
 from hvd_onebit.stats import COMPRESSION, ring_allreduce_bytes
 from hvd_onebit.tensorflow.buckets import Inputs
-from hvd_onebit.tensorflow.engine import CompressionEngine, flat_tensor, pack_schedule, unpack_schedule
+from hvd_onebit.tensorflow.engine import CompressionEngine, Outcome, flat_tensor, pack_schedule, unpack_schedule
 from hvd_onebit.tensorflow.rules import AdamRule, Moment, native
 from hvd_onebit.tensorflow.transport import on_host
 
@@ -98,8 +98,6 @@ class LocalStepsEngine(CompressionEngine):
     the point of the last synchronisation (the anchor, the same on all ranks) and the sum of lr*momentum since then.
     """
 
-    _frozen_checksum: int | None
-
     def __init__(self, optimizer: Any, *args: Any, **how: Any) -> None:
         super().__init__(optimizer, *args, **how)
         with tf.init_scope():
@@ -112,6 +110,8 @@ class LocalStepsEngine(CompressionEngine):
     def _enter_world(self, *args: Any) -> None:
         super()._enter_world(*args)
         self._skipped_locally = 0  # in a row
+        self._frozen_checksum: int | None = None  # until it is compared
+        self._full_precision_bytes = sum(self._allreduce_bytes[i] for i in self._in_full_precision())
         if self._takes_local_steps:
             self.stats.stage = COMPRESSION
             self._count_elements(self._is_compressed())
@@ -129,6 +129,9 @@ class LocalStepsEngine(CompressionEngine):
         beside = [*self.anchors.values(), *self.accumulated.values()]
         return [*super().own_variables, self.rounds, self.floors, *beside]
 
+    def _has_errors(self, table: Array) -> bool:
+        return self._takes_local_steps
+
     @property
     def _takes_local_steps(self) -> bool:
         return self.transport.size > 1 and bool(self._compressible)
@@ -141,8 +144,8 @@ class LocalStepsEngine(CompressionEngine):
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def step(self, gradients: Sequence[tf.Tensor], held: Sequence[int] = ()) -> tf.Tensor:
-        """One update from this rank's gradients: bool, whether it was made. Collective in steps with a round.
+    def step(self, gradients: Sequence[tf.Tensor], held: Sequence[int] = ()) -> Outcome:
+        """One update from this rank's gradients, or none. Collective in steps with a round.
 
         Raises:
             ValueError: some variables are held: between two synchronisations their values differ from rank to rank.
@@ -185,7 +188,7 @@ class LocalStepsEngine(CompressionEngine):
             tf.cond(moved, commit, lambda: False)
         look = self._count(plan, state, goes_on, moved, is_finite_here, communicates)
         tf.cond(look, lambda: self._freeze_when_it_has_settled(state, variances), lambda: False)
-        return moved
+        return Outcome.of(moved, False, state.step, state.lr)
 
     def _plan(self, state: _State) -> _Plan:
         flags, rate_sum, numbers = on_host(
@@ -428,7 +431,8 @@ class LocalStepsEngine(CompressionEngine):
     def _dynamic_fields(self, step: Any, lr: Any, table: Any) -> dict[str, Any]:
         # a rank that could not use its gradients for long stops all of them at the next round
         is_stuck = {stuck(self.options.max_skipped_steps): True} if self._is_stuck else {}
-        return {**super()._dynamic_fields(step, lr, table), "stage": self.stats.stage, **is_stuck}
+        frozen = {} if self._frozen_checksum is None else {"checksum of the frozen variance": self._frozen_checksum}
+        return {**super()._dynamic_fields(step, lr, table), "stage": self.stats.stage, **frozen, **is_stuck}
 
     # -- the end of a step -------------------------------------------------------------------------------------------
 
@@ -453,7 +457,7 @@ class LocalStepsEngine(CompressionEngine):
         stats, now = self.stats, int(step) + 1
         if communicates:
             self._frozen_checksum = None  # it has been compared
-        stats.count(sum(self._allreduce_bytes[i] for i in self._in_full_precision()))
+        stats.count(self._full_precision_bytes)
         if variance_due:
             stats.count(sum(self._variance_bytes(bucket.bucket.num_elements) for bucket in self._buckets))
         if exchanges and goes_on:
@@ -461,7 +465,6 @@ class LocalStepsEngine(CompressionEngine):
         stats.end_step(COMPRESSION, skipped=not moved)
         stats.stage, stats.step = COMPRESSION, int(step) + moved
         stats.frozen_step = first_frozen_step(table)
-        self._count_elements(self._is_compressed())
         self._measure_when_due()
         if not moved:
             self._report_skip(int(step))
@@ -566,6 +569,7 @@ class LocalStepsEngine(CompressionEngine):
 
     def _take_up(self, about: Mapping[str, Any] | None, errors: Mapping[str, Any], owed: Mapping[str, Array]) -> None:
         self._skipped_locally = 0
+        self._frozen_checksum = None
         is_between_rounds = bool(self.rounds.numpy()[_RATE_SUM])
         super()._take_up(about, errors, owed)
         if about is None or about["shared"] or not is_between_rounds:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvd_onebit import notices
-from hvd_onebit.agreement import PARAMETERS, Agreement, digest, raise_if_any_failed
+from hvd_onebit.agreement import PARAMETERS, Agreement, digest, raise_if_any_failed, static_fields
 from hvd_onebit.errors import FREEZE_FAILED, OneBitError, too_many_skips
 from hvd_onebit.hosts import HostGroups, Place, hierarchical_place
 from hvd_onebit.layout import Bucket, make_buckets
@@ -440,12 +440,11 @@ class Engine:
             notices.resumed(self.step, self._first_frozen_step())
 
     def _static_fields(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {f"option {name}": value for name, value in self.options.as_fields().items()}
+        parameters = [
+            f"{self.names[p]} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}" for p in self.parameters()
+        ]
+        fields = static_fields(self.options, parameters, self._transport.size)
         fields["optimizer"] = type(self._rule).__name__
-        fields["number of parameters"] = len(self.parameters())
-        for i, p in enumerate(self.parameters()):
-            fields[f"parameter {i}"] = f"{self.names[p]} {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
-        fields["world size"] = self._transport.size
         fields["hosts of the hierarchical exchange"] = None if self._place is None else self._place.num_hosts
         return fields
 
