@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -19,26 +20,28 @@ from launch import rank_environment
 from hvd_onebit.checkpoint import save_atomically
 
 TESTS = Path(__file__).parent
-SCRIPT = TESTS / "scripts" / "fault_ranks.py"
+SCRIPTS = TESTS / "scripts"
 GLOO_SECONDS = 5  # after which Horovod gives up waiting for another rank's message
 
 
 class World:
     """Starts ranks as horovodrun does, but leaves them alone: horovodrun would end the others itself."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, script: Path, folder: Path) -> None:
         from horovod.runner.http.http_server import RendezvousServer
 
+        self.script = script
         self._server = RendezvousServer()
         self._port = self._server.start()
         self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder)],
+            [sys.executable, str(script), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env=rank_environment({"PYTHONPATH": str(TESTS)}),
+            env=rank_environment({"PYTHONPATH": str(TESTS), "TF_CPP_MIN_LOG_LEVEL": "3"}),
         )
+        self.pid = self._process.pid
 
     def run(
         self, name: str, *, size: int = 2, timeout: float = 60.0, never_ends: tuple[int, ...] = ()
@@ -90,7 +93,15 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     pytest.importorskip("horovod.torch")
-    world = World(tmp_path_factory.mktemp("world"))
+    world = World(SCRIPTS / "fault_ranks.py", tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def tf_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    pytest.importorskip("horovod.tensorflow")
+    world = World(SCRIPTS / "tf_fault_ranks.py", tmp_path_factory.mktemp("tf_world"))
     yield world
     world.close()
 
@@ -98,16 +109,30 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 # a rank dies or stalls: the others end with Horovod's error, and none hangs
 
 
-@pytest.mark.parametrize(
+KILLED = pytest.mark.parametrize(
     ("name", "step", "size"),
     [("killed_in_warm_up", 1, 2), ("killed_at_the_freeze", 3, 2), ("killed_mid_exchange", 5, 3)],
 )
+
+
+@KILLED
 def test_a_rank_is_killed(world: World, name: str, step: int, size: int) -> None:
     results = world.run(name, size=size)
     assert results[1]["status"] == -signal.SIGKILL
     for rank in range(0, size, 2):
         assert results[rank]["status"] == 0, results[rank]
         assert results[rank]["said"].startswith(f"HorovodInternalError in step {step}"), results[rank]
+
+
+@KILLED
+def test_a_rank_of_keras_is_killed(tf_world: World, name: str, step: int, size: int) -> None:
+    """Under model.fit."""
+    results = tf_world.run(name, size=size)
+    assert results[1]["status"] == -signal.SIGKILL
+    for rank in range(0, size, 2):
+        assert results[rank]["status"] == 0, results[rank]
+        assert re.match(rf"\w+Error in step {step}: ", results[rank]["said"]), results[rank]
+        assert "Horovod" in results[rank]["said"], results[rank]
 
 
 def test_a_rank_that_stands_still_for_a_while_is_waited_for(world: World) -> None:
@@ -133,6 +158,15 @@ def test_no_memory_at_the_freeze_on_one_rank_is_the_same_error_on_all(world: Wor
     assert "(rank 1: MemoryError: injected)" in said.pop()
 
 
+def test_no_memory_at_the_freeze_on_one_rank_of_keras(tf_world: World) -> None:
+    """Under model.fit; it goes on, and so does what was saved then."""
+    results = tf_world.run("no_memory_at_the_freeze_on_one_rank", size=3)
+    assert [result["status"] for result in results] == [0, 0, 0], results
+    said = {result["said"] for result in results}
+    assert len(said) == 1
+    assert "(rank 1: MemoryError: injected)" in said.pop()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_costs_the_new_checkpoint_only(world: World) -> None:
     for result in world.run("full_disk"):
@@ -140,13 +174,15 @@ def test_a_full_disk_costs_the_new_checkpoint_only(world: World) -> None:
         assert "No space left on device: the checkpoint was not saved" in result["said"]
 
 
-def test_ranks_leave_nothing_behind(world: World) -> None:
+@pytest.mark.parametrize("name", ["world", "tf_world"])
+def test_ranks_leave_nothing_behind(name: str, request: pytest.FixtureRequest) -> None:
     """Stopped ranks included."""
+    world: World = request.getfixturevalue(name)
     running = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != world._process.pid:
+        if entry.name.isdigit() and int(entry.name) != world.pid:
             try:
-                if str(SCRIPT).encode() in (entry / "cmdline").read_bytes():
+                if str(world.script).encode() in (entry / "cmdline").read_bytes():
                     running.append(entry.name)
             except OSError:
                 continue

@@ -1,27 +1,20 @@
-"""Ranks to which things happen: python fault_ranks.py FOLDER, then a line of JSON on standard input for each scenario.
-
-A line says {"name", "size", "timeout", "never_ends": [ranks], "environment": [of each rank]}. This process imports
-everything once and forks the ranks of each scenario; it writes a line of JSON with what became of each: {"status",
-"said", "seconds"}, where a status below 0 is a signal's and None is a rank that had to be ended.
-"""
+"""torch ranks to which things happen: python fault_ranks.py FOLDER, then what `forked_ranks.py` says."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+from forked_ranks import die, scenario, serve
 from horovod.common.exceptions import HorovodInternalError
 from torch_training import assert_bit_equal, gradient, parameters, snapshot
 
@@ -31,12 +24,6 @@ from hvd_onebit.errors import OneBitError
 
 FOLDER = Path(sys.argv[1])
 FREEZE_STEP = 3
-SCENARIOS: dict[str, Callable[[], str]] = {}
-
-
-def scenario(function: Callable[[], str]) -> Callable[[], str]:
-    SCENARIOS[function.__name__] = function
-    return function
 
 
 def make(**options: Any) -> tuple[Any, list[torch.nn.Parameter]]:
@@ -57,10 +44,6 @@ def train(optimizer: Any, params: Sequence[torch.Tensor], steps: Sequence[int]) 
 
 def is_victim() -> bool:
     return bool(hvd.rank() == 1)
-
-
-def die(*_: Any, **__: Any) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outcome(optimizer: Any, params: Sequence[torch.Tensor], steps: Sequence[int]) -> str:
@@ -197,57 +180,5 @@ def full_disk() -> str:
     return said
 
 
-# -- the parent --
-
-
-def run(name: str, environment: dict[str, str], start: float, file: Path) -> None:
-    """A rank, from its birth on."""
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    try:
-        said, status = SCENARIOS[name](), 0
-    except BaseException:
-        said, status = traceback.format_exc(), 1
-    file.write_text(json.dumps({"said": said, "seconds": time.monotonic() - start}), encoding="utf-8")
-    os._exit(status)
-
-
-def watch(pids: list[int], awaited: set[int], deadline: float) -> list[int | None]:
-    statuses: dict[int, int] = {}
-    while not awaited <= statuses.keys() and time.monotonic() < deadline:
-        for pid in pids:
-            if pid not in statuses:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    statuses[pid] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    for pid in pids:
-        if pid not in statuses:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    return [statuses.get(pid) for pid in pids]
-
-
-def main() -> None:
-    for line in sys.stdin:
-        order = json.loads(line)
-        name, start = order["name"], time.monotonic()
-        files = [FOLDER / f"{name}.{rank}.json" for rank in range(order["size"])]
-        pids = []
-        for file, environment in zip(files, order["environment"], strict=True):
-            pid = os.fork()
-            if not pid:
-                run(name, environment, start, file)
-            pids.append(pid)
-        awaited = {pid for rank, pid in enumerate(pids) if rank not in order["never_ends"]}
-        statuses = watch(pids, awaited, start + order["timeout"])
-        results = []
-        for file, status in zip(files, statuses, strict=True):
-            left = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"said": "", "seconds": None}
-            results.append({"status": status, **left})
-        print("RESULT " + json.dumps(results), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(FOLDER, lambda: torch.set_num_threads(1))
