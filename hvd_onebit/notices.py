@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Sequence
 
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.planner import RunPlan, verdict
@@ -18,6 +19,7 @@ __all__ = [
     "errors_of_other_ranks",
     "frozen",
     "hierarchical",
+    "kept_wide",
     "learning_rate_rises",
     "local_steps",
     "measured",
@@ -32,6 +34,7 @@ __all__ = [
     "skipped",
     "skipped_locally",
     "started",
+    "waiting",
     "without_variance",
 ]
 
@@ -137,6 +140,16 @@ def measured(plan: RunPlan, options: CompressionOptions) -> None:
     if not plan.pays:
         text += ". It is compressed all the same, as asked"
     log.log(logging.INFO if plan.pays else logging.WARNING, text, *values)
+
+
+def kept_wide(names: Sequence[str]) -> None:
+    """Said once, when there are float64 parameters."""
+    log.warning(
+        "float64 parameters stay in full precision, since what is compressed is updated in float32: %s%s; make them "
+        "float32 to have them compressed",
+        ", ".join(names[:8]),
+        ", ..." if len(names) > 8 else "",
+    )
 
 
 def frozen(stats: Stats, *, has_variance: bool, lr_rises: bool = False) -> None:
@@ -249,6 +262,19 @@ def local_steps(var_freeze_step: int | str) -> None:
     """Said once by 0/1 Adam, which has no warm-up."""
     until = "it has settled" if var_freeze_step == "auto" else f"step {var_freeze_step}"
     log.info("0/1 Adam: compressed from the first step on; its variance is updated until %s", until)
+
+
+def waiting(rank: int, what: str, seconds: float, end_seconds: float | None) -> None:
+    """Said by a rank that has waited long for others."""
+    log.warning(
+        "rank %d has waited %.0f s for other ranks %s: some rank stands still or does something else; %s",
+        rank,
+        seconds,
+        what,
+        "set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS for an end to such waits"
+        if end_seconds is None
+        else f"after {end_seconds:g} s this ends with an error",
+    )
 
 
 def without_variance(names: list[str]) -> None:

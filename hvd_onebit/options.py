@@ -257,8 +257,18 @@ def patterns_without_match(names: Sequence[str], options: CompressionOptions) ->
     return [(pattern, next(iter(difflib.get_close_matches(pattern, names, n=1)), None)) for pattern in unmatched]
 
 
-def is_full_precision(name: str, num_elements: int, options: CompressionOptions) -> bool:
-    """True when the user's options keep this parameter out of compression for ever."""
-    if num_elements < max(options.min_elements, 1):
+def is_full_precision(name: str, num_elements: int, options: CompressionOptions, *, num_bytes: int = 4) -> bool:
+    """True when this parameter is kept out of compression for ever.
+
+    By the user's options, or since it is float64: what is compressed is updated in float32, and whoever chose more
+    wants to keep it.
+
+    Args:
+        name: of the parameter.
+        num_elements: that it has.
+        options: the user's.
+        num_bytes: of one element.
+    """
+    if num_elements < max(options.min_elements, 1) or num_bytes > 4:
         return True
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in options.full_precision)

@@ -151,6 +151,11 @@ class SyncSchedule:
         self._frozen_lr = 0.0
         self._last = 0
 
+    @property
+    def last(self) -> int:
+        """The step that synchronised last; 0 before any."""
+        return self._last
+
     def freeze(self, step: int, lr: float) -> None:
         """Notes that the variance is frozen after this step, made with learning rate `lr`."""
         self._frozen_step, self._frozen_lr = step, lr
@@ -208,6 +213,11 @@ class RoundSchedule:
     @property
     def variance_is_live(self) -> bool:
         return self._is_live
+
+    @property
+    def last_sync(self) -> int:
+        """The step that synchronised last; 0 before any."""
+        return self._sync.last
 
     def due(self, step: int, lr: float) -> Rounds:
         """The rounds of this step, counted from 1, made with learning rate `lr`."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import rank_environment
+from launch import rank_environment, run_horovod
 
 from hvd_onebit.checkpoint import save_atomically
 
@@ -147,6 +147,56 @@ def test_a_rank_that_stands_still_for_good_is_given_up(world: World) -> None:
         assert results[rank]["said"].startswith("HorovodInternalError in step 5"), results[rank]
 
 
+# a rank stands still while its Horovod thread lives: Horovod's own check finds nothing over Gloo
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "where"),
+    [
+        ("asleep_in_warm_up", 3, r"in step 2 at '(agreement.digest|the gradient of p\d)'"),
+        ("asleep_before_a_group", 2, "in step 2 at 'the gradients of the group of p1'"),
+        ("asleep_mid_exchange", 3, "in step 6 at 'group0.step3.cpu.0.allgather'"),
+    ],
+)
+def test_a_rank_that_sleeps_for_ever_ends_the_wait_of_the_others(
+    world: World, name: str, size: int, where: str
+) -> None:
+    results = world.run(name, size=size, never_ends=(1,))
+    assert results[1]["status"] is None, "it slept until it was ended"
+    said = {rank: results[rank]["said"] for rank in range(0, size, 2)}
+    for rank, each in said.items():
+        assert results[rank]["status"] == 0, each
+        # Horovod's own error on one that began to wait later, since the first has ended by now
+        assert re.match(f"(hvd_onebit: )?rank {rank} (has|had) waited [012] s for other ranks {where}", each), each
+    assert any("raise HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in each for each in said.values())
+
+
+def test_a_long_wait_without_a_limit_is_told_and_goes_on(world: World) -> None:
+    results = world.run("late_for_a_second")
+    assert [result["status"] for result in results] == [0, 0], results
+    assert "rank 0 has waited 1 s for other ranks in step 6" in results[0]["said"]
+    assert results[1]["said"] == ""
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_under_horovodrun_the_run_ends_and_says_what_was_waited_for(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip(f"horovod.{framework}")
+    completed = run_horovod(
+        TESTS / "scripts" / "stalled_rank.py",
+        2,
+        framework,
+        cwd=tmp_path,
+        timeout=150.0,
+        env={"PYTHONPATH": str(TESTS)},
+        options=("--stall-check-shutdown-time-seconds", "2"),
+    )
+    assert not completed.timed_out, completed.output
+    assert completed.returncode != 0
+    assert "asleep" in completed.ranks[1]
+    assert "rank 0 has waited 2 s for other ranks in step 4" in completed.ranks[0]
+    assert "not reached" not in completed.output
+
+
 # memory and disk
 
 
@@ -165,6 +215,15 @@ def test_no_memory_at_the_freeze_on_one_rank_of_keras(tf_world: World) -> None:
     said = {result["said"] for result in results}
     assert len(said) == 1
     assert "(rank 1: MemoryError: injected)" in said.pop()
+
+
+def test_a_rank_that_gets_no_memory_from_the_system_at_the_freeze_is_the_same_error_on_all(world: World) -> None:
+    """And the state of the warm-up can be saved, on that rank too."""
+    results = world.run("too_little_memory_at_the_freeze_on_one_rank")
+    assert [result["status"] for result in results] == [0, 0], results
+    said = {result["said"] for result in results}
+    assert len(said) == 1
+    assert re.search(r"the variance could not be frozen on some rank.*\(rank 1: \w*Error: .*alloc", said.pop())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")

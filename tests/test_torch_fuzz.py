@@ -208,6 +208,89 @@ def test_whatever_happens_ranks_agree_and_nothing_is_lost(
     _run(setting, operations, size)
 
 
+# 0/1 Adam, whose ranks step by themselves between its rounds
+
+
+def _zero_one(setting: Setting, values: Sequence[torch.Tensor], transport: LocalTransport) -> tuple[Any, list[Any]]:
+    params = [torch.nn.Parameter(value.clone()) for value in values]
+    options = dict(setting.options)
+    optimizer = onebit.ZeroOneAdam(
+        params,
+        lr=0.01,
+        betas=(BETA1, 0.95),
+        eps=1e-6,
+        var_freeze_step=options.pop("freeze_step"),
+        var_update_scaler=2,
+        local_step_scaler=2,
+        local_step_clipper=4,
+    )
+    return distribute(optimizer, transport, **options), params
+
+
+def _run_zero_one(setting: Setting, operations: Sequence[tuple[Any, ...]], size: int, *, loads: bool) -> Any:
+    """What every rank holds at the end of each number of ranks."""
+    generator = torch.Generator().manual_seed(1)
+    values: Any = [torch.randn(shape, generator=generator).to(setting.dtype) for shape in setting.shapes]
+    segments: list[tuple[int, list[tuple[Any, ...]]]] = [(size, [])]
+    for operation in operations:
+        if operation[0] == "resize":
+            segments.append((operation[1], []))
+        else:
+            segments[-1][1].append(operation)
+    saved: Any = None
+    ends = []
+    for ranks, part in segments:
+
+        def work(transport: LocalTransport, part: Any = part, saved: Any = saved, values: Any = values) -> Any:
+            optimizer, params = _zero_one(setting, values, transport)
+            if saved is not None:
+                optimizer.load_state_dict(copy.deepcopy(saved))
+            met = []
+            for operation in part:
+                if operation[0] == "save and load":
+                    if loads:
+                        state, now = copy.deepcopy(optimizer.state_dict()), snapshot(params)
+                        optimizer, params = _zero_one(setting, now, transport)
+                        optimizer.load_state_dict(state)
+                    continue
+                skips = operation[0] == "skip"
+                seed, value = (0, "usual") if skips else operation[1:]
+                for index, p in enumerate(params):
+                    p.grad = _gradient(p, seed, transport.rank, index, value)
+                    if skips and transport.rank == operation[1] % transport.size:
+                        p.grad.fill_(float("nan"))
+                before = optimizer.stats.step, optimizer.stats.rounds, snapshot(params)
+                optimizer.step()
+                if optimizer.stats.step == before[0]:
+                    assert skips, "a step that was skipped without a reason"
+                    assert_bit_equal(snapshot(params), before[2], "a skipped step must change nothing")
+                met.append(snapshot(params) if optimizer.stats.rounds > before[1] else [])
+            alone = snapshot(params)
+            optimizer.synchronize_for_checkpoint()
+            return met, alone, snapshot(params), copy.deepcopy(optimizer.state_dict())
+
+        results = on_ranks(ranks, work)
+        for at_a_round in zip(*(result[0] for result in results), strict=True):
+            assert_replicas_equal(at_a_round)
+        assert_replicas_equal([result[2] for result in results])
+        ends.append([result[1] for result in results])
+        saved, values = results[0][3], results[0][2]
+    return ends
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(setting=SETTINGS, operations=OPERATIONS, size=st.integers(1, 4))
+def test_zero_one_adam_meets_at_its_rounds_whatever_happens(
+    setting: Setting, operations: list[tuple[Any, ...]], size: int
+) -> None:
+    """Replicas are equal at every round and after a shared checkpoint; saving and loading changes no bit."""
+    with_loads = _run_zero_one(setting, operations, size, loads=True)
+    without = _run_zero_one(setting, operations, size, loads=False)
+    for one, other in zip(with_loads, without, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_bit_equal(mine, theirs, "a load changed the training")
+
+
 # what is made and dropped leaves nothing
 
 

@@ -23,6 +23,7 @@ from torch_training import (
     train,
 )
 
+from hvd_onebit import __version__
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.transport.local import LocalTransport
 
@@ -196,6 +197,23 @@ def _other_names(transport: LocalTransport) -> Any:
     return distribute(Adam(params), transport, freeze_step=1, named_parameters=names), params
 
 
+def _other_order(transport: LocalTransport) -> Any:
+    """The same parameters, registered the other way round on one rank."""
+    params = parameters([(3,), (3,)])
+    names = [("a", params[0]), ("b", params[1])]
+    if transport.rank == 1:
+        params, names = params[::-1], names[::-1]
+    return distribute(Adam(params), transport, freeze_step=1, named_parameters=names), params
+
+
+def _other_version(transport: LocalTransport) -> Any:
+    optimizer, params = _other_option()(transport)
+    static_fields = optimizer._onebit._static_fields
+    if transport.rank == 1:
+        optimizer._onebit._static_fields = lambda: {**static_fields(), "version of hvd_onebit": "9.9.9"}
+    return optimizer, params
+
+
 def _other_option(**options: Any) -> Callable[[LocalTransport], Any]:
     def make(transport: LocalTransport) -> Any:
         params = parameters()
@@ -237,6 +255,8 @@ DISAGREEMENTS: dict[str, tuple[Callable[[LocalTransport], Any], list[str]]] = {
     "another shape": (_other_shape, ["parameter 1", "p1 (5,)", "p1 (6,)"]),
     "another dtype": (_other_dtype, ["float64"]),
     "other names": (_other_names, ["parameter 1"]),
+    "another order": (_other_order, ['parameter 0: rank 0,2: "a (3,) float32"; rank 1: "b (3,) float32"']),
+    "another version": (_other_version, [f'version of hvd_onebit: rank 0,2: "{__version__}"; rank 1: "9.9.9"']),
     "another freeze_step": (_other_option(freeze_step=3), ["freeze_step: rank 0,2: 2; rank 1: 3"]),
     "another block": (_other_option(block=64), ["block: rank 0,2: 2048; rank 1: 64"]),
     "another exchange": (_other_option(exchange="two_phase"), ["exchange"]),

@@ -130,7 +130,8 @@ class CompressionEngine:
         self._compressible = [
             i
             for i, v in enumerate(self._variables)
-            if v.dtype.is_floating and not is_full_precision(self._names[i], self._sizes[i], options)
+            if v.dtype.is_floating
+            and not is_full_precision(self._names[i], self._sizes[i], options, num_bytes=v.dtype.size)
         ]
         self._schedule = FreezeSchedule(options, rule.memory)
         delay = delay_of(rule.memory)
@@ -409,7 +410,7 @@ class CompressionEngine:
 
         def raise_everywhere() -> tf.Tensor:
             fields = self.transport.gather_frames(on_host(encoded, given, tf.uint8), name="agreement.fields")
-            return on_host(_raise_disagreement, [fields], tf.bool)
+            return on_host(self._raise_disagreement, [fields], tf.bool)
 
         # not before: a rank that wants no groups would not come
         return tf.cond(same, self._connect, raise_everywhere)
@@ -440,6 +441,7 @@ class CompressionEngine:
 
     def _token(self, left_out: Sequence[str], step: Any, lr: Any, table: Any, parameters: Any) -> Array:
         self._refuse_if_ended()
+        self.transport.watch.begin(f"in step {int(step) + 1}")
         self._forget_shared()
         if self._restored is not None:
             self._take_restored(self._restored, table)
@@ -461,6 +463,10 @@ class CompressionEngine:
 
     def _fields_now(self, left_out: Sequence[str], step: Any, lr: Any, table: Any, parameters: Any) -> dict[str, Any]:
         return {_LEFT_OUT: left_out, PARAMETERS: int(parameters), **self._dynamic_fields(step, lr, table)}
+
+    def _raise_disagreement(self, frames: Any) -> Any:
+        self.transport.watch.end()
+        raise_disagreement(split_frames(frames.tobytes()))
 
     def _refuse_if_ended(self) -> None:
         """A graph holds the numbers of the world that it was traced in."""
@@ -502,6 +508,7 @@ class CompressionEngine:
 
     def _count_step(self, finite: Any, compresses: Any, step: Any, lr: Any, table: Any, schedule: Any) -> Any:
         self._refuse_if_ended()
+        self.transport.watch.end()
         self._count_stages(table)
         stage = COMPRESSION if compresses else WARM_UP
         if self.transport.size > 1:
@@ -734,8 +741,11 @@ class CompressionEngine:
             notices.pattern_without_match(pattern, nearest)
         if self.transport.size == 1:
             notices.one_rank()
-        elif not self._compressible:
-            notices.nothing_to_compress("every parameter is kept in full precision by full_precision or min_elements")
+            return
+        if wide := [name for name, v in zip(self._names, self._variables, strict=True) if v.dtype == tf.float64]:
+            notices.kept_wide(wide)
+        if not self._compressible:
+            notices.nothing_to_compress("every parameter is kept in full precision, by its type or your options")
         else:
             self._tell_stage()
             if self._place is not None:
@@ -835,6 +845,7 @@ class CompressionEngine:
         self.stats.give_up_step(self.stats.stage)
         new = copy.copy(self)
         self._has_ended = True
+        self.transport.watch.end()
         new._enter_world(transport, gradient_scale)
         owed = owed_by_parameter(errors, about["size"])
         if about["shared"]:
@@ -1028,10 +1039,6 @@ def owes(errors: Mapping[str, Any]) -> bool:
 def flat_tensor(tensor: Any) -> tf.Tensor:
     """The tensor as float32 of one dimension."""
     return tf.reshape(tf.cast(tf.convert_to_tensor(tensor), tf.float32), [-1])
-
-
-def _raise_disagreement(frames: Any) -> Any:
-    raise_disagreement(split_frames(frames.tobytes()))
 
 
 def pack_schedule(state: dict[str, Any], length: int) -> Array:

@@ -452,6 +452,7 @@ class LocalStepsEngine(CompressionEngine):
 
     def _count_local_step(self, done: Any, step: Any, lr: Any, table: Array, rounds: Array, schedule: Array) -> Any:
         self._refuse_if_ended()
+        self.transport.watch.end()
         self._forget_shared()
         variance_due, exchanges, goes_on, moved, is_finite_here, communicates = (bool(each) for each in done)
         stats, now = self.stats, int(step) + 1

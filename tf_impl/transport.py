@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.hosts import HostGroups, Place, horovods_place
+from hvd_onebit.stall import StallLimits, StallWatch
 from hvd_onebit.transport import Group, Pending, Transport, ordered_mean
 from hvd_onebit.transport.shared import SharedMemory, share_memory
 
@@ -85,9 +86,11 @@ class TensorTransport(TensorGroup, Protocol):
 
     Attributes:
         runs_in_graph: False when collectives run at once, in the order of calls, and so in eager code only.
+        watch: is told when this rank waits for others, and when no longer.
     """
 
     runs_in_graph: bool
+    watch: StallWatch
 
     @property
     def rank(self) -> int: ...
@@ -153,6 +156,8 @@ class HorovodTransport:
         self._rank, self._size = int(process_set.rank()), int(process_set.size())
         self._place = horovods_place(hvd, process_set, is_homogeneous=bool(hvd.is_homogeneous()))
         self._on_host = _HorovodOnHost(self, hvd, process_set)
+        # Horovod's end makes all operations that are under way fail, on every rank
+        self.watch = StallWatch(self._rank, hvd.shutdown, StallLimits.from_environment())
         self._make_prefix = make_prefix
         self._prefix: str | None = None
         self._num_groups = num_groups
@@ -315,23 +320,29 @@ class _HorovodOnHost:
     def alltoall(
         self, message: HostArray, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
     ) -> Pending[HostArray]:
-        received = self._tensors.alltoall_by(tf.constant(message), tf.constant(list(send_bytes), tf.int32), name=name)
-        return _Arrived(received.numpy())
+        splits = tf.constant(list(send_bytes), tf.int32)
+        with self._tensors.watch.waiting(f"at {name!r}"):
+            return _Arrived(self._tensors.alltoall_by(tf.constant(message), splits, name=name).numpy())
 
     def allgather(self, message: HostArray, receive_bytes: Sequence[int], *, name: str) -> Pending[HostArray]:
-        return _Arrived(self._tensors.allgather(tf.constant(message), receive_bytes, name=name).numpy())
+        with self._tensors.watch.waiting(f"at {name!r}"):
+            return _Arrived(self._tensors.allgather(tf.constant(message), receive_bytes, name=name).numpy())
 
     def allreduce(self, values: HostArray, *, name: str) -> Pending[HostArray]:
         # the plain mean, whatever op and compression the gradients have
-        mean = self._hvd.allreduce(tf.constant(values), op=self._hvd.Average, name=name, process_set=self._process_set)
-        return _Arrived(mean.numpy())
+        with self._tensors.watch.waiting(f"at {name!r}"):
+            mean = self._hvd.allreduce(
+                tf.constant(values), op=self._hvd.Average, name=name, process_set=self._process_set
+            )
+            return _Arrived(mean.numpy())
 
     def reduce_scatter(self, values: HostArray, lengths: Sequence[int], *, name: str) -> Pending[HostArray]:
         return _mean_of_parts(self, values, lengths, name=name)
 
     def allgather_bytes(self, data: bytes, *, name: str) -> Pending[list[bytes]]:
-        frames = self._tensors.gather_frames(tf.constant(np.frombuffer(data, np.uint8)), name=name)
-        return _Arrived(split_frames(frames.numpy().tobytes()))
+        own = tf.constant(np.frombuffer(data, np.uint8))
+        with self._tensors.watch.waiting(f"at {name!r}"):
+            return _Arrived(split_frames(self._tensors.gather_frames(own, name=name).numpy().tobytes()))
 
 
 class _HorovodSubgroup:
@@ -433,6 +444,7 @@ class HostTransport:
 
     def __init__(self, inner: Transport[Any]) -> None:
         self._inner = inner
+        self.watch = StallWatch(inner.rank, lambda: None, StallLimits(None, None))
 
     @property
     def rank(self) -> int:

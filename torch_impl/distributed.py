@@ -8,6 +8,7 @@ optimizer class. We do the same and replace `_allreduce_grad_async`, where every
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -349,7 +350,7 @@ class _OneBitMethods:
                 loss_scale=_loss_scale_of(settings.grad_scaler),
             )
             if settings.transport is None:
-                self._transport.named_by(lambda: _next_name(settings.process_set))
+                self._transport.named_by(lambda: _next_name(settings.process_set), step=self._step_under_way)
 
     @property
     def state(self) -> Any:
@@ -397,7 +398,13 @@ class _OneBitMethods:
             self._onebit.gradient_is_ready(p)
             return self._onebit.finish, None  # a handle for Horovod's check of repeated backward passes; never called
         _make_contiguous(p)
-        return self._inherited("_allreduce_grad_async", p)
+        handle, context = self._inherited("_allreduce_grad_async", p)
+        name = f"the gradient of {self._parameter_names[p]}"  # type: ignore[attr-defined]
+        # called by Horovod's synchronize(), whose own wait has no end
+        return functools.partial(self._transport.wait_for, handle, name), context
+
+    def _step_under_way(self) -> int:
+        return 0 if self._onebit is None else self._onebit.step + 1
 
     def _grouped_allreduce_grad_async(self, ps: Sequence[Tensor]) -> Any:
         for p in ps:
@@ -480,11 +487,19 @@ class _OneBitMethods:
         self._is_clipped = True
         try:
             self._onebit.begin()
+            self._wait_for_groups()
             self._inherited("synchronize")
         finally:
             self._is_clipped = False
         self._onebit.finish()
         self._synchronized = True
+
+    def _wait_for_groups(self) -> None:
+        """Those of Horovod's `groups` that are under way: their handles cannot be functions."""
+        for key, (handle, _) in getattr(self, "_handles", {}).items():
+            if isinstance(key, tuple):
+                name = f"the gradients of the group of {self._parameter_names[key[0]]}"  # type: ignore[attr-defined]
+                self._transport.poll_until_there(handle, name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective: one update; averages first unless `synchronize()` has. All ranks skip it if one has a NaN."""
@@ -564,9 +579,10 @@ class _OneBitMethods:
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with this rank's compression errors under "onebit". Not collective."""
+        extra = None if self._onebit is None else self._onebit.state()
         state: dict[str, Any] = super(self.__class__, self).state_dict()  # type: ignore[misc]
-        if self._onebit is not None:
-            state["onebit"] = self._onebit.state()
+        if extra is not None:
+            state["onebit"] = extra
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -613,7 +629,7 @@ class _OneBitMethods:
         assert self._onebit is not None
         self._forget_handles()
         self._transport = HorovodTransport(self._settings.process_set)
-        self._transport.named_by(lambda: prefix)
+        self._transport.named_by(lambda: prefix, step=self._step_under_way)
         self._gradient_scale = _gradient_scale(self._settings, self._transport)
         self._onebit.move_to(self._transport, gradient_scale=self._gradient_scale, old=old)
 

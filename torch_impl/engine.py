@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvd_onebit import notices
 from hvd_onebit.agreement import PARAMETERS, Agreement, digest, raise_if_any_failed, static_fields
-from hvd_onebit.errors import FREEZE_FAILED, OneBitError, too_many_skips
+from hvd_onebit.errors import FREEZE_FAILED, OneBitError, parameters_removed, too_many_skips
 from hvd_onebit.hosts import HostGroups, Place, hierarchical_place
 from hvd_onebit.layout import Bucket, make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
@@ -183,7 +183,7 @@ class Engine:
             for p in group["params"]
             if p.requires_grad
             and p.is_floating_point()
-            and not is_full_precision(self.names[p], p.numel(), self.options)
+            and not is_full_precision(self.names[p], p.numel(), self.options, num_bytes=p.element_size())
         ]
 
     def _schedule_state(self) -> dict[str, Any]:
@@ -244,8 +244,25 @@ class Engine:
         else:
             self._end_step(self.stage)
 
+    def _removed(self) -> list[str]:
+        """Parameters that were once in a group and are in none now."""
+        present = set(self.parameters())
+        return [name for p, name in self.names.items() if p not in present]
+
+    def _refuse_removed(self, *, together: bool = True) -> None:
+        """Raises OneBitError when a parameter group was removed. Collective, if `together`: the same on every rank."""
+        removed = self._removed()
+        if not removed or self._transport.size == 1:
+            return
+        if together:
+            self._start_agreement()
+            self._finish_agreement()
+        raise parameters_removed(removed)
+
     def _prepare(self) -> None:
         """What a step needs before anything is sent."""
+        self._keep_agreed_state()
+        self._refuse_removed()
         self._errors_are_shared = False
         for bucket in self._all_buckets():
             bucket.shared_error = None
@@ -255,6 +272,15 @@ class Engine:
         self._load_schedule(self._optimizer.param_groups[0][SCHEDULE])
         self._tell_once()
         self._build_buckets()
+
+    def _keep_agreed_state(self) -> None:
+        """It lies in the first group: it is lost with that one if the user removes it."""
+        first = self._optimizer.param_groups[0]
+        first.setdefault(STEP, self.stats.step)
+        first.setdefault(CHECKSUMS, {})
+        first.setdefault(CHOICE, {})
+        if SCHEDULE not in first:
+            first[SCHEDULE] = self._schedule_state()
 
     def _find_hosts(self) -> None:
         place = hierarchical_place(self.options, self._transport.place)
@@ -424,8 +450,13 @@ class Engine:
             notices.pattern_without_match(pattern, nearest)
         if self._transport.size == 1:
             notices.one_rank()
-        elif not self._compressible():
-            notices.nothing_to_compress("every parameter is kept in full precision by full_precision or min_elements")
+            return
+        if wide := [self.names[p] for p in self.parameters() if p.dtype == torch.float64 and p.requires_grad]:
+            notices.kept_wide(wide)
+        if not self._compressible():
+            notices.nothing_to_compress(
+                "every parameter is kept in full precision, by full_precision, min_elements or its type"
+            )
         else:
             self._tell_stage()
             if self._place is not None:
@@ -464,6 +495,8 @@ class Engine:
         fields |= {f"measured {name}": value for name, value in choice.items()}
         # a rank that measures waits for the others
         fields["first steps"] = min(self._steps_here, PROBE_STEP)
+        if removed := self._removed():
+            fields["parameters removed from param_groups"] = removed
         fields["parameters that are trained"] = "".join("01"[p.requires_grad] for p in self.parameters())
         return {**fields, **self._checksums}
 
@@ -483,10 +516,14 @@ class Engine:
             # not before: a rank that wants none would not come
             self._groups.connect()
 
+    def _is_checked(self) -> bool:
+        """True when what this step leaves is compared across ranks."""
+        every = self.options.check_every
+        return bool(every) and (self.step + 1) % every == 0
+
     def _take_checksum(self) -> None:
         self._set_checksums({})
-        every = self.options.check_every
-        if not every or (self.step + 1) % every:
+        if not self._is_checked():
             return
         sample = 0
         for p in self.parameters():
@@ -550,6 +587,8 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs beside the optimizer's own state: this rank's compression errors. Not collective."""
+        self._keep_agreed_state()
+        self._refuse_removed(together=False)
         self._build_buckets()
         return {
             "version": FORMAT_VERSION,
@@ -771,6 +810,8 @@ class CompressionEngine(Engine):
 
     def gradient_is_ready(self, p: Tensor) -> None:
         """Called by backward for a compressed parameter: a bucket that is now full starts on its way."""
+        if self._removed():
+            return  # for `begin` to tell
         if not self.options.overlap or (self._groups is not None and not self._groups.is_connected):
             return
         if not self._arrived:
@@ -949,12 +990,15 @@ class CompressionEngine(Engine):
     def _has_settled(self, group: Group, p: Tensor, required: int) -> bool:
         state = self._states()[p]
         variance_key = self._rule.variance_key(group)
-        if variance_key is not None and not bool(torch.isfinite(state[variance_key]).all()):
-            return False  # squares of huge gradients: nothing to freeze
-        if variance_key is not None and not bool(state[variance_key].any()):
-            # a layer that has not been trained yet: its own warm-up starts with its first gradient
-            state[WARM_SINCE] = int(state["step"])
-            return False
+        if variance_key is not None:
+            # by a reduction: memory must not run out on one rank before ranks tell each other of it
+            largest = float(torch.linalg.vector_norm(state[variance_key], ord=math.inf))
+            if not math.isfinite(largest):
+                return False  # squares of huge gradients: nothing to freeze
+            if largest == 0.0:
+                # a layer that has not been trained yet: its own warm-up starts with its first gradient
+                state[WARM_SINCE] = int(state["step"])
+                return False
         return int(state["step"]) - int(state[WARM_SINCE]) >= required
 
     def _variance_norm(self, waiting: Sequence[tuple[Group, Tensor]]) -> float:

@@ -8,7 +8,7 @@ synchronised at, and stays out of what is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class LocalStepsEngine(Engine):
         self._rounds = RoundSchedule(**{name: group[name] for name in names})
         self._rate_sums: dict[str, float] = {}
         self._skipped_locally = 0  # in a row
+        self._uses_own = True  # in this step
         self._accumulated: dict[str, Tensor] = {}
         super().__init__(optimizer, *args, **kwargs)
 
@@ -122,6 +123,8 @@ class LocalStepsEngine(Engine):
             accumulated = self._accumulated[bucket.bucket.name]
             for name, flat in (("momentum", bucket.momentum), ("accumulated", accumulated)):
                 flat.copy_(self._transport.allreduce(flat, name=f"{bucket.bucket.name}.{name}").wait())
+            if not self._rate_sums.get(bucket.bucket.name):
+                continue  # nobody has moved; perhaps there was no step yet
             for p, u in zip(bucket.parameters, bucket.views(accumulated), strict=True):
                 state = self._states()[p]
                 self._move(p, u, state[ANCHOR], state, self._numbers(bucket.group, state))
@@ -153,22 +156,39 @@ class LocalStepsEngine(Engine):
             self._finish_agreement()
             if self._is_stuck:
                 raise OneBitError(stuck(self.options.max_skipped_steps))
-        self._set_checksums({})
+            self._set_checksums({})
         for bucket in self._all_buckets():
             bucket.gather(self._gradient_scale)  # unscaled by now, if there is a scaler
+        variances: list[tuple[dict[str, Any], dict[str, Any]]] = []
         if due.variance and self._finite:
-            self._finite = self._update_variance()
+            variances = self._update_variance()
         if self._finite:
-            self._step_uncompressed(full_precision_step)
-            self._step_locally(step)
-            if due.sync:
-                self._synchronise()
-            self._rounds.made(step, due)
-            if self._rounds.variance_is_live:
-                self._freeze_when_due(step, lr)
-            self._optimizer.param_groups[0][SCHEDULE] = self._schedule_state()
+            self._leave_out_what_is_not_finite(step)
+            meeting = [bucket for bucket in self._all_buckets() if due.sync and self._rate_sum(bucket)]
+            self._finite = self._exchange(meeting)
+            if self._finite:
+                self._step_uncompressed(full_precision_step)
+                for bucket in self._all_buckets():
+                    if bucket in meeting:
+                        self._take_average(bucket)
+                    else:
+                        self._step_locally(bucket)
+                self._end_rounds(step, lr, due, meeting)
+            else:
+                self._put_back(variances)
         self._end_step(COMPRESSION if self._buckets else "warm-up")
         self._measure_when_due()
+
+    def _end_rounds(self, step: int, lr: float, due: Rounds, met: Sequence[CompressedBucket]) -> None:
+        if met:
+            self._rate_sums.update({bucket.bucket.name: 0.0 for bucket in met})
+            self._take_checksum()
+            self._in_flight.commit()
+            self.stats.rounds += 1
+        self._rounds.made(step, due)
+        if self._rounds.variance_is_live:
+            self._freeze_when_due(step, lr)
+        self._optimizer.param_groups[0][SCHEDULE] = self._schedule_state()
 
     @property
     def _is_stuck(self) -> bool:
@@ -179,27 +199,43 @@ class LocalStepsEngine(Engine):
         is_stuck = {stuck(self.options.max_skipped_steps): True} if self._is_stuck else {}
         return {**super()._dynamic_fields(), **is_stuck}
 
-    def _update_variance(self) -> bool:
-        """Collective: one full-precision round for v; False when a rank's gradient was not finite."""
+    def _update_variance(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Collective: one full-precision round for v; `_finite` is False when a rank's gradient was not.
+
+        Returns:
+            Each parameter's state, and what of it has changed, as it was.
+        """
         buckets = self._all_buckets()
         pending = []
         for bucket in buckets:
             self.stats.count(ring_allreduce_bytes(4 * bucket.bucket.num_elements, self._transport.size))
             pending.append(self._transport.allreduce(bucket.values, name=f"{bucket.bucket.name}.variance"))
         means = [each.wait() for each in pending]
-        if not all_finite(means):
-            return False
+        self._finite = all_finite(means)
+        if not self._finite:
+            return []
+        before = []
         for bucket, mean in zip(buckets, means, strict=True):
             beta2 = bucket.group["betas"][1]
             for p, gradient in zip(bucket.parameters, bucket.views(mean), strict=True):
                 state = self._states()[p]
-                variance = state["exp_avg_sq"]
-                variance.mul_(beta2).add_(gradient.square() * (1.0 - beta2))
+                before.append((state, {key: state[key] for key in ("exp_avg_sq", VARIANCE_STEPS, FLOOR)}))
+                variance = (state["exp_avg_sq"] * beta2).add_(gradient.square() * (1.0 - beta2))
+                state["exp_avg_sq"] = variance
                 state[VARIANCE_STEPS] += 1
                 state[FLOOR] = float(variance_threshold(variance.detach().cpu().numpy(), self.options))
             self._mark_live(bucket)
         self.stats.variance_updates += 1
-        return True
+        return before
+
+    def _put_back(self, variances: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        """After an exchange that failed: nothing else has changed by then."""
+        for state, before in variances:
+            state.update(before)
+        if variances:
+            self.stats.variance_updates -= 1
+            for bucket in self._all_buckets():
+                self._mark_live(bucket)
 
     def _mark_live(self, bucket: CompressedBucket) -> None:
         if self.options.dead == "hold":
@@ -216,61 +252,87 @@ class LocalStepsEngine(Engine):
         """Without any variance there is nothing to lift: bits of its block's would throw the tensor far away."""
         return bool(self.options.variance_floor) and not state[FLOOR]
 
-    def _step_locally(self, step: int) -> None:
-        """Every rank's own step; a rank whose gradient is not finite adds nothing to its momentum this once."""
-        buckets = self._all_buckets()
-        finite = not self.options.skip_nonfinite or all_finite([bucket.values for bucket in buckets])
-        for bucket in buckets:
-            name, group = bucket.bucket.name, bucket.group
-            beta1 = group["betas"][0]
-            starts = not self._rate_sums.get(name)  # all ranks are equal here, and whatever the user has set counts
-            moments, sums = bucket.views(bucket.momentum), bucket.views(self._accumulated[name])
-            rate = 0.0
-            for i, (p, gradient) in enumerate(zip(bucket.parameters, bucket.views(bucket.values), strict=True)):
-                state = self._states()[p]
-                if starts:
-                    state[ANCHOR].copy_(p)
-                state["step"] += 1
-                numbers = self._numbers(group, state)
-                rate = numbers.step_size
-                if finite:
-                    moments[i].mul_(beta1).add_(gradient * (1.0 - beta1))
-                sums[i].add_(moments[i] * rate)
-                if numbers.decay != 1.0:
-                    state[ANCHOR].mul_(numbers.decay)
-                self._move(p, moments[i] * rate, p.float() * numbers.decay, state, numbers)
-            self._rate_sums[name] = self._rate_sums.get(name, 0.0) + rate
-        self._skipped_locally = 0 if finite else self._skipped_locally + 1
-        if not finite:
+    def _leave_out_what_is_not_finite(self, step: int) -> None:
+        """A rank whose gradient is not finite adds nothing to its momentum this once."""
+        self._uses_own = not self.options.skip_nonfinite or all_finite([each.values for each in self._all_buckets()])
+        self._skipped_locally = 0 if self._uses_own else self._skipped_locally + 1
+        if not self._uses_own:
             self.stats.steps_skipped += 1
             notices.skipped_locally(step, self._transport.rank, self._skipped_locally)
 
-    def _synchronise(self) -> None:
-        """Collective: averages what the ranks have done since the last time; all are equal again, bit for bit."""
-        if not any(self._rate_sums.values()):
-            return  # lr was 0 all the time: nobody has moved
-        # a group whose lr was 0 has not moved: all ranks leave it out
-        buckets = [bucket for bucket in self._all_buckets() if self._rate_sums.get(bucket.bucket.name)]
+    def _rate_sum(self, bucket: CompressedBucket) -> float:
+        """The sum of lr since the last synchronisation, this step's included: 0 for a group that has not moved."""
+        rate = self._next_numbers(bucket, bucket.parameters[-1]).step_size
+        return self._rate_sums.get(bucket.bucket.name, 0.0) + rate
+
+    def _next_momentum(self, bucket: CompressedBucket, index: int, gradient: Tensor) -> Tensor:
+        momentum = bucket.views(bucket.momentum)[index]
+        if not self._uses_own:
+            return momentum
+        beta1 = bucket.group["betas"][0]
+        return (momentum * beta1).add_(gradient * (1.0 - beta1))
+
+    def _step_locally(self, bucket: CompressedBucket) -> None:
+        """This rank's own step."""
+        name = bucket.bucket.name
+        moments, sums = bucket.views(bucket.momentum), bucket.views(self._accumulated[name])
+        rate_sum = self._rate_sum(bucket)
+        for i, (p, gradient) in enumerate(zip(bucket.parameters, bucket.views(bucket.values), strict=True)):
+            moments[i].copy_(self._next_momentum(bucket, i, gradient))
+            state, numbers = self._count(bucket, p)
+            sums[i].add_(moments[i] * numbers.step_size)
+            self._move(p, moments[i] * numbers.step_size, p.float() * numbers.decay, state, numbers)
+        self._rate_sums[name] = rate_sum
+
+    def _count(self, bucket: CompressedBucket, p: Tensor) -> tuple[dict[str, Any], AdamStep]:
+        """Begins a step of this parameter."""
+        state = self._states()[p]
+        if not self._rate_sums.get(
+            bucket.bucket.name
+        ):  # all ranks are equal here, and whatever the user has set counts
+            state[ANCHOR].copy_(p)
+        state["step"] += 1
+        numbers = self._numbers(bucket.group, state)
+        if numbers.decay != 1.0:
+            state[ANCHOR].mul_(numbers.decay)
+        return state, numbers
+
+    def _exchange(self, buckets: Sequence[CompressedBucket]) -> bool:
+        """Collective: averages what the ranks have done since the last time, this step included.
+
+        Nothing has changed by then but the error feedback, which is put back if some value is not finite.
+        """
         for bucket in buckets:
-            accumulated = self._accumulated[bucket.bucket.name]
-            self._in_flight.start(bucket.exchange, Inputs.of(accumulated))
-        if not self._in_flight.finish():
-            self._in_flight.rollback()
-            self._finite = False
-            return
-        for bucket in buckets:
-            bucket.exchange.average(bucket.values)
-            self._accumulated[bucket.bucket.name].zero_()
-            rate_sum = self._rate_sums[bucket.bucket.name]
-            for i, (p, u) in enumerate(zip(bucket.parameters, bucket.views(bucket.values), strict=True)):
-                state = self._states()[p]
-                self._move(p, u, state[ANCHOR], state, self._numbers(bucket.group, state))
-                state[ANCHOR].copy_(p)
-                bucket.views(bucket.momentum)[i].copy_(u / rate_sum)
-        self._rate_sums = dict.fromkeys(self._rate_sums, 0.0)
-        self._take_checksum()
-        self._in_flight.commit()
-        self.stats.rounds += 1
+            sums = bucket.views(self._accumulated[bucket.bucket.name])
+            for i, (p, values) in enumerate(zip(bucket.parameters, bucket.views(bucket.values), strict=True)):
+                rate = self._next_numbers(bucket, p).step_size
+                values.copy_(sums[i] + self._next_momentum(bucket, i, values) * rate)
+            self._in_flight.start(bucket.exchange, Inputs.of(bucket.values))
+        if not buckets or self._in_flight.finish():
+            return True
+        self._in_flight.rollback()
+        return False
+
+    def _take_average(self, bucket: CompressedBucket) -> None:
+        """All ranks are equal again, bit for bit."""
+        bucket.exchange.average(bucket.values)
+        rate_sum = self._rate_sum(bucket)
+        moments = bucket.views(bucket.momentum)
+        for i, (p, u) in enumerate(zip(bucket.parameters, bucket.views(bucket.values), strict=True)):
+            state, numbers = self._count(bucket, p)
+            self._move(p, u, state[ANCHOR], state, numbers)
+            state[ANCHOR].copy_(p)
+            moments[i].copy_(u / rate_sum)
+        self._accumulated[bucket.bucket.name].zero_()
+
+    def _is_checked(self) -> bool:
+        # rounds are rare, and seldom at a multiple
+        every = self.options.check_every
+        return bool(every) and (self.step + 1) // every > self._rounds.last_sync // every
+
+    def _next_numbers(self, bucket: CompressedBucket, p: Tensor) -> AdamStep:
+        state = self._states()[p]
+        return self._numbers(bucket.group, {**state, "step": int(state["step"]) + 1})
 
     def _numbers(self, group: dict[str, Any], state: dict[str, Any]) -> AdamStep:
         return adam_step(

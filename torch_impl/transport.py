@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hvd_onebit.hosts import Place, horovods_place
+from hvd_onebit.stall import StallLimits, Wait
 from hvd_onebit.transport import Group, Pending, Transport, ordered_mean
 from hvd_onebit.transport.shared import SharedMemory, share_memory
 
@@ -44,20 +46,25 @@ class HorovodTransport:
 
     def __init__(self, process_set: ProcessSet) -> None:
         import horovod.torch as hvd
+        from horovod.common.exceptions import HorovodInternalError
 
         self._hvd = hvd
+        self._internal_error = HorovodInternalError
         self._process_set = process_set
         self._prefix: str | None = None
         self._make_prefix: Callable[[], str] = lambda: "onebit"
+        self._step: Callable[[], int] = lambda: 0
+        self._limits = StallLimits.from_environment()
         is_member = process_set.included()
         self._rank = int(process_set.rank()) if is_member else -1
         self._size = int(process_set.size()) if is_member else 0
         self._place = self._find_place() if is_member else Place(0, 1, 0, 1)
         self._memory: SharedMemory | None = None
 
-    def named_by(self, make_prefix: Callable[[], str]) -> None:
-        """Sets what gives the prefix when it is first needed."""
+    def named_by(self, make_prefix: Callable[[], str], *, step: Callable[[], int]) -> None:
+        """Sets what gives the prefix when it is first needed, and the number of the step under way."""
         self._make_prefix = make_prefix
+        self._step = step
 
     @property
     def rank(self) -> int:
@@ -96,17 +103,17 @@ class HorovodTransport:
     ) -> Pending[Tensor]:
         splits = torch.tensor(list(send_bytes), dtype=torch.int32)
         handle = self._hvd.alltoall_async(message, splits, name=self._named(name), process_set=self._process_set)
-        return self._pending(handle, lambda result: result[0])
+        return self._pending(handle, name, lambda result: result[0])
 
     def allgather(self, message: Tensor, receive_bytes: Sequence[int], *, name: str) -> Pending[Tensor]:
         handle = self._hvd.allgather_async(message, name=self._named(name), process_set=self._process_set)
-        return self._pending(handle, lambda gathered: gathered)
+        return self._pending(handle, name, lambda gathered: gathered)
 
     def allreduce(self, values: Tensor, *, name: str) -> Pending[Tensor]:
         handle = self._hvd.allreduce_async(
             values, op=self._hvd.Average, name=self._named(name), process_set=self._process_set
         )
-        return self._pending(handle, lambda mean: mean)
+        return self._pending(handle, name, lambda mean: mean)
 
     def reduce_scatter(self, values: Tensor, lengths: Sequence[int], *, name: str) -> Pending[Tensor]:
         # Horovod's own goes through Gloo's halving and doubling: measured 3 to 6 times slower, and in no fixed order
@@ -119,21 +126,47 @@ class HorovodTransport:
         framed = len(data).to_bytes(4, "little") + data
         message = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         handle = self._hvd.allgather_async(message, name=self._named(name), process_set=self._process_set)
-        return self._pending(handle, lambda gathered: _split_frames(gathered.numpy().tobytes()))
+        return self._pending(handle, name, lambda gathered: _split_frames(gathered.numpy().tobytes()))
 
     def _named(self, name: str) -> str:
         if self._prefix is None:
             self._prefix = self._make_prefix()
         return f"{self._prefix}.{name}"
 
-    def _wait(self, handle: int) -> Any:
-        # synchronize() alone spins, and takes the core from the threads that move the data
-        while not self._hvd.poll(handle):
-            time.sleep(_POLL_SECONDS)
-        return self._hvd.synchronize(handle)
+    def wait_for(self, handle: int, name: str) -> Any:
+        """The result of one of Horovod's collectives, be it ours or its own.
 
-    def _pending(self, handle: int, convert: Callable[[Any], Any]) -> Pending[Any]:
-        return _Then(lambda: bool(self._hvd.poll(handle)), lambda: self._wait(handle), convert)
+        Args:
+            handle: as Horovod's asynchronous functions return it.
+            name: says what is waited for.
+
+        Raises:
+            OneBitError: other ranks have not come in the time that Horovod's variables allow.
+        """
+        wait = self.poll_until_there(handle, name)
+        with self._telling(wait):
+            return self._hvd.synchronize(handle)
+
+    def poll_until_there(self, handle: int, name: str) -> Wait:
+        """`wait_for` without taking the result."""
+        wait = Wait(self._limits, self.rank, f"in step {self._step()} at {name!r}")
+        with self._telling(wait):
+            # synchronize() alone spins, and takes the core from the threads that move the data
+            while not self._hvd.poll(handle):
+                time.sleep(_POLL_SECONDS)
+                wait.check()
+        return wait
+
+    @contextmanager
+    def _telling(self, wait: Wait) -> Iterator[None]:
+        try:
+            yield
+        except self._internal_error as error:
+            wait.told(error)
+            raise
+
+    def _pending(self, handle: int, name: str, convert: Callable[[Any], Any]) -> Pending[Any]:
+        return _Then(lambda: bool(self._hvd.poll(handle)), lambda: self.wait_for(handle, name), convert)
 
 
 class _Subgroup:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from torch_training import assert_bit_equal, gradient, parameters, snapshot
 import hvd_onebit.torch as onebit
 from hvd_onebit.checkpoint import save_atomically
 from hvd_onebit.errors import OneBitError
+from hvd_onebit.stall import StallLimits
 
 FOLDER = Path(sys.argv[1])
 FREEZE_STEP = 3
@@ -44,6 +47,11 @@ def train(optimizer: Any, params: Sequence[torch.Tensor], steps: Sequence[int]) 
 
 def is_victim() -> bool:
     return bool(hvd.rank() == 1)
+
+
+def sleep_for_ever(*_: Any, **__: Any) -> Any:
+    """Its Horovod thread goes on."""
+    time.sleep(1000)
 
 
 def outcome(optimizer: Any, params: Sequence[torch.Tensor], steps: Sequence[int]) -> str:
@@ -122,6 +130,69 @@ def stopped_for_good() -> str:
     return outcome(optimizer, params, range(5, 9))
 
 
+def train_until_the_limit(optimizer: Any, params: Sequence[torch.Tensor], steps: Sequence[int]) -> str:
+    # not before: ranks may take long to start
+    optimizer._transport._limits = StallLimits(None, 2.0)
+    try:
+        train(optimizer, params, steps)
+    except OneBitError as error:
+        return str(error)
+    except HorovodInternalError as error:  # of a rank that began to wait later: another one has ended
+        return "".join(error.__notes__)
+    return "no error"
+
+
+@scenario
+def asleep_in_warm_up() -> str:
+    optimizer, params = make()
+    train(optimizer, params, [0])
+    if is_victim():
+        params[2].register_hook(sleep_for_ever)
+    return train_until_the_limit(optimizer, params, range(1, 9))
+
+
+@scenario
+def asleep_before_a_group() -> str:
+    hvd.init()
+    params = parameters()
+    names = [(f"p{i}", p) for i, p in enumerate(params)]
+    optimizer = onebit.DistributedOptimizer(
+        torch.optim.Adam(params), named_parameters=names, freeze_step=9, groups=[[params[1], params[2]]]
+    )
+    train(optimizer, params, [0])
+    if is_victim():
+        # after the comparison, before the group's last gradient
+        params[1].register_hook(lambda _: (optimizer._onebit._start_agreement(), sleep_for_ever()))
+    return train_until_the_limit(optimizer, params, range(1, 9))
+
+
+@scenario
+def asleep_mid_exchange() -> str:
+    """After its first collective of the step, before its second."""
+    optimizer, params = make()
+    train(optimizer, params, range(5))
+    if is_victim():
+        optimizer._transport.allgather = sleep_for_ever
+    return train_until_the_limit(optimizer, params, range(5, 9))
+
+
+@scenario
+def late_for_a_second() -> str:
+    """Without a limit a long wait is told of, and goes on."""
+    optimizer, params = make()
+    train(optimizer, params, range(5))
+    optimizer._transport._limits = StallLimits(1.0, None)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("hvd_onebit").addHandler(handler)
+    if is_victim():
+        time.sleep(1.6)
+    train(optimizer, params, range(5, 8))
+    assert_replicas(params)
+    return "; ".join(record.getMessage() for record in records)
+
+
 # -- memory and disk --
 
 
@@ -147,6 +218,52 @@ def no_memory_at_the_freeze_on_one_rank() -> str:
     assert optimizer.stats.stage == "compression"
     assert optimizer.stats.step == 9
     assert_replicas(params)
+    return said
+
+
+@scenario
+def too_little_memory_at_the_freeze_on_one_rank() -> str:
+    """The system refuses it, since the process may not grow."""
+    hvd.init()
+    p = torch.nn.Parameter(torch.ones(12_000_000))  # above what malloc serves from memory that it has
+    optimizer = onebit.DistributedOptimizer(
+        torch.optim.Adam([p], lr=0.01), named_parameters=[("p", p)], freeze_step=2, check_every=1
+    )
+    engine = optimizer._onebit
+    freeze_when_due = engine._freeze_when_due
+    before = resource.getrlimit(resource.RLIMIT_AS)
+
+    def limited() -> None:
+        if is_victim() and optimizer.stats.step == 2:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 20_000_000, before[1]))
+        freeze_when_due()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (p * (1.0 + hvd.rank())).sum().backward()
+        optimizer.step()
+
+    engine._freeze_when_due = limited
+    said = ""
+    try:
+        for _ in range(4):
+            step()
+    except OneBitError as error:
+        said = str(error)
+    assert (optimizer.stats.stage, optimizer.stats.step) == ("warm-up", 2)
+    file = FOLDER / f"memory.{hvd.rank()}.pt"
+    save_atomically(lambda out: torch.save(optimizer.state_dict(), out), file)  # in what memory there is
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    engine._freeze_when_due = freeze_when_due
+    saved = torch.load(file)
+    file.unlink()
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(saved["state"][0][name], optimizer.state[p][name])
+    step()
+    assert (optimizer.stats.stage, optimizer.stats.step) == ("compression", 3)
+    step()
+    assert_replicas([p])
     return said
 
 
