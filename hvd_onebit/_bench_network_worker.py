@@ -37,7 +37,7 @@ SPLIT = ("compress", "wait", "reduce", "decode", "other")
 
 _FREEZE_STEP = 1
 _WARM_UP_STEPS = 3  # more than _FREEZE_STEP: nothing of the full-precision stage is measured
-_LEARNING_RATE = 1e-4
+_LEARNING_RATE = 1e-7  # so short a warm-up leaves no variance to train with: steps are timed, and the loss stays finite
 _MAX_CALIBRATIONS = 8
 
 
@@ -308,9 +308,11 @@ def _measure_loop(task: Task) -> Observed:
             loop.step()
     observed = Observed(num_elements=loops["no_communication"].num_elements, batch=batch)
     _rounds({name: loop.step for name, loop in loops.items()}, task.repeats, observed)
-    for name in ("onebit", "onebit_overlap", HIERARCHICAL):
-        if name in loops and loops[name].optimizer.stats.stage != "compression":
-            raise OneBitError(f"the loop with {name} was not in the compression stage: nothing was measured")
+    for name, loop in loops.items():
+        if not math.isfinite(loop.loss):
+            raise OneBitError(f"the loop with {name} has diverged: its steps are not those of a training")
+        if "onebit" in name and (loop.optimizer.stats.stage != "compression" or loop.optimizer.stats.steps_skipped):
+            raise OneBitError(f"the loop with {name} was not in the compression stage, or skipped steps")
     return observed
 
 
@@ -323,6 +325,7 @@ class _Loop:
         torch.manual_seed(0)
         self._model, self._width = _perceptron(task.model_elements)
         self.num_elements = sum(p.numel() for p in self._model.parameters())
+        self.loss = 0.0
         self.optimizer = _optimizer(method, self._model, task)
         self.use_batch(1)
 
@@ -335,8 +338,10 @@ class _Loop:
         from torch.nn.functional import mse_loss
 
         self.optimizer.zero_grad()
-        mse_loss(self._model(self._inputs), self._targets).backward()  # type: ignore[no-untyped-call]
+        loss = mse_loss(self._model(self._inputs), self._targets)
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
+        self.loss = float(loss)
 
 
 def _perceptron(num_elements: int) -> tuple[nn.Module, int]:
