@@ -500,7 +500,7 @@ def _plot(report: NetworkReport, path: Path) -> str:
     if exchanges:
         methods = _measured_exchanges(exchanges[0])
         by_method = {m: [asdict(each)[f"{m}_seconds"] for each in exchanges] for m in methods}
-        title = f"averaging {exchanges[0].num_elements} float32 elements"
+        title = f"averaging {exchanges[0].num_elements:,} float32 elements"
         _bars(next(axes), [each.rate for each in exchanges], by_method, title, "seconds", log=True)
     if loops:
         by_method = {m: [speeds[m] for _, speeds in loops] for m in _measured(loops[0][1])}
@@ -516,10 +516,21 @@ def _bars(
     width = 0.8 / len(by_method)
     for i, (method, values) in enumerate(by_method.items()):
         places = [place + (i - (len(by_method) - 1) / 2) * width for place in range(len(rates))]
-        axes.bar(places, values, width, label=_TITLES[method], log=log)
+        bars = axes.bar(places, values, width, label=_TITLES[method])
+        axes.bar_label(bars, fmt=_three_digits, fontsize="small")
+    if log:
+        axes.set_yscale("log", subs=[2, 5])
+        axes.margins(y=0.15)
+        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis(_three_digits)
     axes.set_xticks(range(len(rates)), rates)
     axes.set(title=title, ylabel=unit, xlabel="rate of every host's link")
     axes.legend()
+
+
+def _three_digits(value: float, _position: object = None) -> str:
+    """0.221, 3.47, 540: numbers as people write them."""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _say(line: str, stream: Any = None) -> None:
