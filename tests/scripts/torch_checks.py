@@ -108,7 +108,8 @@ def any_dtype_and_shape() -> None:
         params.append(torch.nn.Parameter(parameters([(6, 9)], dtype=dtype)[0].detach().t()))
         optimizer = distribute(Adam(params, lr=0.01, eps=1e-4), freeze_step=2)
         train(optimizer, params, range(5))
-        assert optimizer.stats.stage == "compression"
+        # float64 is not rounded to float32: it stays in full precision, and then there is nothing to compress
+        assert optimizer.stats.stage == ("warm-up" if dtype == torch.float64 else "compression")
         assert_replicas(params, str(dtype))
 
 
