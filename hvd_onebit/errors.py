@@ -8,6 +8,7 @@ __all__ = [
     "FREEZE_FAILED",
     "OneBitError",
     "parameters_removed",
+    "restored_too_far",
     "scaler_with_local_steps",
     "stalled",
     "stuck",
@@ -74,6 +75,21 @@ def stalled(rank: int, what: str, seconds: float) -> OneBitError:
 def stuck(steps: int) -> str:
     """What a rank of 0/1 Adam says that has not used its gradients for so many steps."""
     return f"gradients were NaN or infinite for {steps} steps in a row"
+
+
+def restored_too_far(size: int, freeze_step: int | str) -> str:
+    """Why a tf.train.Checkpoint of the compression stage is not taken up.
+
+    Args:
+        size: ranks here.
+        freeze_step: as it is now.
+    """
+    reason = "there is one rank only" if size == 1 else f"freeze_step={freeze_step} lies ahead"
+    return (
+        f"the tf.train.Checkpoint is of the compression stage, and has to go back to warm-up here, as {reason}. That "
+        "needs the whole state at once: restore it on as many ranks with the old freeze_step, and save with "
+        "model.save() or optimizer.save_own_variables(), which load anywhere"
+    )
 
 
 def scaler_with_local_steps() -> ValueError:

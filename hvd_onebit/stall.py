@@ -48,7 +48,7 @@ class StallLimits:
         Raises:
             ValueError: a variable holds something else than seconds.
         """
-        if _number(environment, "HOROVOD_STALL_CHECK_DISABLE", 0.0) > 0.0:
+        if environment.get("HOROVOD_STALL_CHECK_DISABLE", "").strip().lower() not in ("", "0", "false"):
             return cls(None, None)
         warn = _number(environment, "HOROVOD_STALL_CHECK_TIME_SECONDS", _WARN_SECONDS)
         end = _number(environment, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0)

@@ -33,6 +33,7 @@ from tf_training import (
 import hvd_onebit.tensorflow as onebit
 from hvd_onebit import __version__
 from hvd_onebit.agreement import digest
+from hvd_onebit.errors import OneBitError
 from hvd_onebit.stats import COMPRESSION, WARM_UP
 from hvd_onebit.tensorflow.engine import owes, relative_paths, unpack_errors
 from hvd_onebit.transport.local import LocalTransport
@@ -352,6 +353,31 @@ def test_a_tf_checkpoint_holds_the_compression_errors(name: str, tmp_path: Path)
     assert_replicas_equal(on_ranks(2, work))
 
 
+@pytest.mark.parametrize("name", ["Adam", "ZeroOneAdam"])
+def test_a_tf_checkpoint_of_one_rank_goes_on_there(name: str, tmp_path: Path) -> None:
+    def work(transport: LocalTransport) -> None:
+        def new() -> tuple[Any, list[Any]]:
+            if name == "Adam":
+                return make(name, transport)
+            trained = variables(SHAPES)
+            optimizer = distribute(onebit.ZeroOneAdam(0.01, var_freeze_step=4, block=16), transport)
+            optimizer.build(trained)
+            return optimizer, trained
+
+        optimizer, trained = new()
+        train(optimizer, trained, range(6), 0)
+        path = tf.train.Checkpoint(optimizer=optimizer).write(str(tmp_path / "0"))
+        resumed, others = new()
+        for mine, theirs in zip(others, trained, strict=True):
+            mine.assign(theirs)
+        tf.train.Checkpoint(optimizer=resumed).read(path)
+        train(optimizer, trained, range(6, STEPS), 0)
+        train(resumed, others, range(6, STEPS), 0)
+        assert_bit_equal(snapshot(others), snapshot(trained))
+
+    on_ranks(1, work)
+
+
 def test_a_tf_checkpoint_of_another_rank_drops_the_errors_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -370,6 +396,31 @@ def test_a_tf_checkpoint_of_another_rank_drops_the_errors_and_says_so(
 
     assert_replicas_equal(on_ranks(2, work))
     assert caplog.text.count("saved by rank 0 of 2, restored on rank 1 of 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "freeze_step", "reason"), [(1, FREEZE, "one rank only"), (2, 40, "freeze_step=40 lies")]
+)
+def test_a_tf_checkpoint_that_would_go_back_to_warm_up_is_refused(
+    size: int, freeze_step: int, reason: str, tmp_path: Path
+) -> None:
+    """Its variables are restored too late for that: training would go on with the frozen variance, in silence."""
+
+    def save(transport: LocalTransport) -> None:
+        optimizer, trained = make("Adam", transport)
+        train(optimizer, trained, range(FREEZE + 2), transport.rank)
+        tf.train.Checkpoint(optimizer=optimizer).write(str(tmp_path / str(transport.rank)))
+
+    def restore(transport: LocalTransport) -> None:
+        optimizer, trained = make("Adam", transport, freeze_step=freeze_step)
+        tf.train.Checkpoint(optimizer=optimizer).read(str(tmp_path / str(transport.rank)))
+        before = snapshot(trained)
+        with pytest.raises(OneBitError, match=reason):
+            train(optimizer, trained, range(1), transport.rank)
+        assert_bit_equal(snapshot(trained), before)
+
+    on_ranks(2, save)
+    on_ranks(size, restore)
 
 
 # -- what is made and dropped ------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch_training import (
 
 import hvd_onebit.torch as onebit
 from hvd_onebit.errors import OneBitError
+from hvd_onebit.torch.engine import CompressionEngine
 from hvd_onebit.torch.local_steps import ACCUMULATED, ANCHOR
 from hvd_onebit.transport.local import LocalTransport
 
@@ -223,3 +224,46 @@ def test_float64_parameters_stay_in_full_precision_and_that_is_said(caplog: pyte
     assert_replicas_equal(on_ranks(2, work))
     assert "float64 parameters stay in full precision" in caplog.text
     assert ": p0; make them float32" in caplog.text
+
+
+def test_float64_parameters_that_were_compressed_when_saved_go_on_in_full_precision() -> None:
+    """A checkpoint of a float32 model, or of a version that rounded."""
+
+    def work(transport: LocalTransport) -> Any:
+        narrow = parameters()
+        optimizer = distribute(Adam(narrow, lr=0.01), transport, freeze_step=2)
+        train(optimizer, narrow, range(4), transport.rank)
+        assert optimizer.stats.stage == "compression"
+        wide = [torch.nn.Parameter(p.detach().double()) for p in narrow]
+        resumed = distribute(Adam(wide, lr=0.01), transport, freeze_step=2)
+        resumed.load_state_dict(optimizer.state_dict())
+        train(resumed, wide, range(4, 7), transport.rank)
+        assert resumed.stats.stage == "warm-up"
+        assert resumed.stats.compressed_elements == 0
+        assert all(state["exp_avg_sq"].dtype == torch.float64 for state in resumed.state.values())
+        return snapshot(wide)
+
+    assert_replicas_equal(on_ranks(2, work))
+
+
+def test_a_backward_pass_looks_for_removed_groups_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long as there are parameters: in every hook it would be quadratic."""
+    looks: list[None] = []
+    removed = CompressionEngine._removed
+
+    def counted(self: CompressionEngine) -> list[str]:
+        looks.append(None)
+        return removed(self)
+
+    def work(transport: LocalTransport) -> None:
+        params = parameters([(3,)] * 50)
+        optimizer = distribute(Adam(params, lr=0.01), transport, freeze_step=1)
+        train(optimizer, params, range(2), transport.rank)
+        if transport.rank == 0:
+            monkeypatch.setattr(CompressionEngine, "_removed", counted)
+        transport.allgather_bytes(b"", name="patched").wait()
+        for p in params:
+            optimizer._onebit.gradient_is_ready(p)
+        assert len(looks) <= 2, "once on each rank"
+
+    on_ranks(2, work)

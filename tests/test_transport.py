@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,3 +148,16 @@ def test_bytes_that_peers_may_still_read_outlive_the_next_ones() -> None:
         assert (memory.bytes_of(0, before, 5) == number - 1).all()
         assert (memory.bytes_of(0, now, 5) == number).all()
         before = now
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
+def test_memory_that_was_shown_to_peers_goes_with_its_owner() -> None:
+    memory = SharedMemory()
+    memory.expose_bytes("m", np.zeros(5, np.uint8))
+    memory.expose("f", np.zeros(5, np.float32))
+    files = len(os.listdir("/proc/self/fd"))
+    gone = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert gone() is None
+    assert len(os.listdir("/proc/self/fd")) < files

@@ -23,7 +23,7 @@ import tensorflow as tf
 from hvd_onebit import notices
 from hvd_onebit.agreement import FAILURE, PARAMETERS, digest, encode_fields, raise_disagreement, static_fields
 from hvd_onebit.codec import HostCodec
-from hvd_onebit.errors import OneBitError, too_many_skips
+from hvd_onebit.errors import OneBitError, restored_too_far, too_many_skips
 from hvd_onebit.hosts import HostGroups, hierarchical_place
 from hvd_onebit.layout import make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
@@ -378,7 +378,7 @@ class CompressionEngine:
         Nothing else may be under way: an operation that waits for a rank which has stopped never ends.
         """
         if self.transport.size == 1:
-            return tf.constant(True)
+            return tf.ensure_shape(on_host(self._take_restored, [step, table], tf.bool), [])
         left_out = [self._names[i] for i in held]
         given = [step, lr, table, self._parameters_checksum(step)]
         return self._compare(partial(self._token, left_out), partial(self._encoded_fields, left_out), given)
@@ -395,8 +395,12 @@ class CompressionEngine:
                 own = {FAILURE: [self.transport.rank, self._failure]}
             return {**self._fields_now([], step, lr, table, 0), **own}
 
+        def token(step: Any, *given: Any) -> Array:
+            self.transport.watch.begin(f"at the freeze in step {int(step)}")
+            return self._digest(fields(step, *given))
+
         return self._compare(
-            lambda *given: self._digest(fields(*given)),
+            token,
             lambda *given: self._encoded(fields(*given)),
             [step + 1, lr, table],
         )
@@ -441,11 +445,11 @@ class CompressionEngine:
 
     def _token(self, left_out: Sequence[str], step: Any, lr: Any, table: Any, parameters: Any) -> Array:
         self._refuse_if_ended()
-        self.transport.watch.begin(f"in step {int(step) + 1}")
         self._forget_shared()
-        if self._restored is not None:
-            self._take_restored(self._restored, table)
-        return self._digest(self._fields_now(left_out, step, lr, table, parameters))
+        self._take_restored(step, table)
+        token = self._digest(self._fields_now(left_out, step, lr, table, parameters))
+        self.transport.watch.begin(f"in step {int(step) + 1}")
+        return token
 
     def _forget_shared(self) -> None:
         self._errors_are_shared = False
@@ -716,6 +720,7 @@ class CompressionEngine:
         return [scalars, *every]
 
     def _end_freeze(self, step: Any, table: Any) -> Any:
+        self.transport.watch.end()
         self._measure()
         dead, floored, _ = self._prepared
         self.stats.dead_elements += dead
@@ -808,10 +813,23 @@ class CompressionEngine:
         """
         self._restored = arrays
 
-    def _take_restored(self, arrays: dict[str, Array], table: Array) -> None:
+    def _take_restored(self, step: Any, table: Array) -> Any:
+        """Takes up the errors that a tf.train.Checkpoint has brought, if it has, before they are needed.
+
+        Raises:
+            OneBitError: the state has to go back to warm-up, for which it is too late here.
+        """
+        arrays = self._restored
+        if arrays is None:
+            return np.bool_(True)
+        about, errors = unpack_errors(arrays)
+        size = self.transport.size
+        if self._must_thaw(table, int(step)) and (size, about["size"]) != (1, 1):
+            raise OneBitError(restored_too_far(size, self.options.freeze_step))
         self._forget()
         if self._has_errors(table):
-            self._restore_errors(*unpack_errors(arrays))
+            self._restore_errors(about, errors)
+        return np.bool_(True)
 
     def _has_errors(self, table: Array) -> bool:
         """Whether something is compressed."""
@@ -863,6 +881,7 @@ class CompressionEngine:
         step = tf.identity(native(self._optimizer.iterations))
         lr = tf.reshape(tf.cast(tf.convert_to_tensor(native(self._optimizer.learning_rate)), tf.float32), [])
         self._agree(step, lr, tf.identity(native(self.table)))
+        self.transport.watch.end()
         for bucket in self._buckets:
             with bucket.errors_on_host() as exchange:
                 shared = share_errors(exchange, self.transport.on_host, HostCodec(num_threads), self._groups)
@@ -910,6 +929,9 @@ class CompressionEngine:
         self.stats.stage = COMPRESSION if any_frozen(table) else WARM_UP
         self._count_stages(table)
 
+    def _must_thaw(self, table: Array, step: int) -> bool:
+        return must_thaw(table, step=step, size=self.transport.size, options=self.options)
+
     def _thaw_if_early(self, owed: Mapping[str, Array]) -> bool:
         """Back to warm-up when freeze_step now lies ahead, or when there is nobody to send to.
 
@@ -917,7 +939,7 @@ class CompressionEngine:
             True when what was owed is now in the momentum, on which training goes on.
         """
         table, step = self.table.numpy(), int(native(self._optimizer.iterations))
-        if not must_thaw(table, step=step, size=self.transport.size, options=self.options):
+        if not self._must_thaw(table, step):
             return False
         first = first_frozen_step(table)
         moment = Moment(table, self._scalars().numpy(), step, float(native(self._optimizer.learning_rate)))

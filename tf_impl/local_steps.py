@@ -585,8 +585,11 @@ class LocalStepsEngine(CompressionEngine):
             self.stats.stage = COMPRESSION
             self._count_elements(self._is_compressed())
 
+    def _must_thaw(self, table: Array, step: int) -> bool:
+        return not self._takes_local_steps
+
     def _thaw_if_early(self, owed: Mapping[str, Array]) -> bool:
-        if not self._takes_local_steps:
+        if self._must_thaw(self.table.numpy(), int(native(self._optimizer.iterations))):
             # what is owed here is a distance, not a momentum: it can't be settled there
             self._return_to_plain_adam(int(native(self._optimizer.iterations)))
         return False

@@ -711,6 +711,10 @@ class Engine:
         self.initialise_state()
         self._load_schedule(self._optimizer.param_groups[0][SCHEDULE])
         settled = self._thaw_if_early(owed)
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                if p.dtype == torch.float64 and self.is_compressed(p):
+                    self._thaw(group, p)  # saved by a float32 model, or by a version that rounded
         shared = bool(extra and extra["shared"])
         if extra and extra["errors"] and self.stage == COMPRESSION:
             here = (self._transport.rank, self._transport.size)
@@ -749,14 +753,19 @@ class Engine:
                     continue
                 if settled and (part := owed.get(self.names[p])) is not None:
                     settled = self._rule.settle(group, state, part.to(p.device).view(p.shape))
-                self._rule.thaw(group, state)
-                for name in self._rule.tensors(group):
-                    if isinstance(state.get(name), Tensor):
-                        state[name] = state[name].to(p.dtype).clone()
-                state[FROZEN_STEP], state[VARIANCE_STEPS] = NOT_FROZEN, 0
+                self._thaw(group, p)
         if self._transport.rank == 0 and later:
             notices.back_to_warm_up(first, self.options.freeze_step, step)
         return settled
+
+    def _thaw(self, group: Group, p: Tensor) -> None:
+        """Back to full precision: the state of a parameter that was compressed."""
+        state = self._states()[p]
+        self._rule.thaw(group, state)
+        for name in self._rule.tensors(group):
+            if isinstance(state.get(name), Tensor):
+                state[name] = state[name].to(p.dtype).clone()
+        state[FROZEN_STEP], state[VARIANCE_STEPS] = NOT_FROZEN, 0
 
     def _restore_errors(self, bucket: CompressedBucket) -> None:
         if self._restores_shared and self._restorable_errors:
@@ -810,11 +819,11 @@ class CompressionEngine(Engine):
 
     def gradient_is_ready(self, p: Tensor) -> None:
         """Called by backward for a compressed parameter: a bucket that is now full starts on its way."""
-        if self._removed():
-            return  # for `begin` to tell
         if not self.options.overlap or (self._groups is not None and not self._groups.is_connected):
             return
         if not self._arrived:
+            if self._removed():
+                return  # for `begin` to tell
             self._build_buckets()
         self._arrived.add(p)
         bucket = self._bucket_of[p]

@@ -53,6 +53,11 @@ def share_memory(memory: SharedMemory, transport: Transport[Any], ranks: Sequenc
     return False
 
 
+def _take_back(owner: weakref.ref[SharedMemory], address: int, num_elements: int, memory: mmap.mmap) -> None:
+    if (shared := owner()) is not None:
+        shared._free.setdefault(num_elements, []).append((shared._places.pop((address, num_elements)), memory))
+
+
 class SharedMemory:
     """This process's file and, after `open_peers`, those of others."""
 
@@ -104,7 +109,8 @@ class SharedMemory:
         array[:] = 0
         address = array.ctypes.data
         self._places[address, num_elements] = at
-        weakref.finalize(array, self._take_back, address, num_elements, memory)
+        # not a method of self: what a finalizer holds lives as long as the array, which may be self's own
+        weakref.finalize(array, _take_back, weakref.ref(self), address, num_elements, memory).atexit = False
         return array
 
     def expose(self, name: str, values: Floats) -> int:
@@ -180,9 +186,8 @@ class SharedMemory:
         os.ftruncate(self._file.fileno(), self._num_bytes)
         return at, mmap.mmap(self._file.fileno(), 4 * num_elements, offset=at)
 
-    def _take_back(self, address: int, num_elements: int, memory: mmap.mmap) -> None:
-        self._free.setdefault(num_elements, []).append((self._places.pop((address, num_elements)), memory))
-
     def __del__(self) -> None:
+        if self._file is not None:
+            self._file.close()
         for peer in self._peers:
             os.close(peer)
