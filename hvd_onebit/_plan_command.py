@@ -57,15 +57,18 @@ def main(args: argparse.Namespace) -> int:
         return 0
     ranks = f"{args.ranks_per_host} rank{'s' if args.ranks_per_host > 1 else ''} each"
     print(
-        f"{args.num_elements:,} parameters, {args.hosts} hosts with {ranks}, {args.rate.name}, {args.latency_us:g} us; "
-        f"kernels as fast as on this machine, {threads} thread{'s' if threads > 1 else ''} a rank"
+        f"{args.num_elements:,} parameters, {args.hosts} host{'s' if args.hosts > 1 else ''} with {ranks}, {args.rate.name}, {args.latency_us:g} us; "
+        f"kernels as fast as timed here just now, {threads} thread{'s' if threads > 1 else ''} a rank"
     )
     rows = [
         (each.method, *(f"{value:,.1f}" for value in (each.link_bytes / 1e6, *_milliseconds(each))))
         for each in (plan.float32, *plan.compressed)
     ]
     print_table(("a step", "MB a host sends", "wire, ms", "kernels, ms", "together, ms"), rows)
-    print(planner.verdict(plan))
+    if args.hosts == 1:
+        print("Ranks of one host do not use a link, so the figures do not hold there: compression does not pay.")
+    else:
+        print(planner.verdict(plan))
     if args.compute_seconds is not None:
         print(_prediction(plan, args.compute_seconds))
     print("A model, not a measurement: hvd-onebit bench network measures on this machine.")
