@@ -56,8 +56,9 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     ranks = f"{args.ranks_per_host} rank{'s' if args.ranks_per_host > 1 else ''} each"
+    hosts = f"{args.hosts} host{'s' if args.hosts > 1 else ''}"
     print(
-        f"{args.num_elements:,} parameters, {args.hosts} host{'s' if args.hosts > 1 else ''} with {ranks}, {args.rate.name}, {args.latency_us:g} us; "
+        f"{args.num_elements:,} parameters, {hosts} with {ranks}, {args.rate.name}, {args.latency_us:g} us; "
         f"kernels as fast as timed here just now, {threads} thread{'s' if threads > 1 else ''} a rank"
     )
     rows = [
