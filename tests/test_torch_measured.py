@@ -195,3 +195,23 @@ def test_zero_one_adam_has_nothing_to_measure_in() -> None:
             onebit.ZeroOneAdam(params, lr=0.01, bucket_elements="measured")
 
     on_ranks(2, work)
+
+
+def test_a_run_that_is_resumed_in_the_compression_stage_claims_no_choice(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hvd_onebit")
+
+    def work(transport: LocalTransport) -> Any:
+        optimizer, values = run(transport)
+        resumed, _ = run(
+            transport,
+            STEPS + 4,
+            state=(optimizer.state_dict(), values),
+            exchange="measured",
+            bucket_elements="measured",
+        )
+        assert resumed.param_groups[0]["onebit_choice"] == {}
+        return snapshot(resumed.param_groups[0]["params"])
+
+    assert_replicas_equal(on_ranks(2, work))
+    assert caplog.text.count("Expected: float32") == 2
+    assert "as chosen by the measurement" not in caplog.text

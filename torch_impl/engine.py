@@ -571,13 +571,18 @@ class Engine:
         num_elements = sum(p.numel() for p in compressible)
         self.stats.plan = plan_run(self._measurement, num_elements, self._used_options)
         if self._transport.rank == 0:
-            notices.measured(self.stats.plan, self.options)
+            # a run that is resumed in the compression stage goes on as it was, whatever is measured now
+            notices.measured(self.stats.plan, self.options if self._has_choice else self._used_options)
+
+    @property
+    def _has_choice(self) -> bool:
+        """Whether a measurement among as many has decided what was left to it."""
+        choice = self._optimizer.param_groups[0][CHOICE]
+        return bool(choice) and bool(choice["size"] == self._num_peers)
 
     def _choose(self) -> None:
         """Lays down what a measurement decides, unless a checkpoint has brought it, or it is too late for it."""
-        choice = self._optimizer.param_groups[0][CHOICE]
-        is_settled = bool(choice) and choice["size"] == self._num_peers
-        if self._measurement is None or is_settled or not self.options.is_open or self.stage == COMPRESSION:
+        if self._measurement is None or self._has_choice or not self.options.is_open or self.stage == COMPRESSION:
             return
         num_elements = sum(p.numel() for _, p in self._compressible())
         chosen = choose(self._measurement, num_elements, self.options)
