@@ -105,14 +105,26 @@ def test_a_freeze_while_the_learning_rate_rises_is_told_of(
 
 
 @frameworks
+@pytest.mark.parametrize(("freeze_steps", "told"), [((2, 50), 1), ((50, 2), 0)], ids=["in warm-up", "compressed"])
 def test_the_last_training_is_looked_at_when_the_interpreter_ends(
-    train: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., None],
+    freeze_steps: tuple[int, int],
+    told: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     registered: list[tuple[Any, ...]] = []
     monkeypatch.setattr(atexit, "register", lambda *given: registered.append(given))
+    monkeypatch.setattr(
+        atexit, "unregister", lambda function: registered.__setitem__(slice(None), _others(registered, function))
+    )
     caplog.set_level(logging.WARNING)
-    train(lambda step: 1e-3, 50, 3)
-    train(lambda step: 1e-3, 2, 3)
+    for freeze_step in freeze_steps:
+        train(lambda step: 1e-3, freeze_step, 3)
     for function, *given in registered:
         function(*given)
-    assert caplog.text.count("the run ended in its warm-up, at step 3,") == 1
+    assert caplog.text.count("the run ended in its warm-up, at step 3,") == told
+
+
+def _others(registered: list[tuple[Any, ...]], function: Any) -> list[tuple[Any, ...]]:
+    return [given for given in registered if given[0] is not function]

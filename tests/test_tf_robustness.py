@@ -317,6 +317,31 @@ def test_elements_are_counted_once_after_a_change_of_stages() -> None:
     on_ranks(2, work)
 
 
+# -- float64 -----------------------------------------------------------------------------------------------------------
+
+
+def test_float64_variables_stay_in_full_precision_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def work(transport: LocalTransport) -> list[Any]:
+        wide, plain = (keras.Variable(np.ones(40), dtype="float64", name="wide") for _ in range(2))
+        narrow = keras.Variable(np.ones(40), dtype="float32", name="narrow")
+        optimizer = distribute(keras.optimizers.Adam(0.01), transport, freeze_step=2)
+        reference = keras.optimizers.Adam(0.01)
+        for step in range(6):
+            # thirds have no form in float32
+            every = [gradient(step, rank, 0, (40,)).astype(np.float64) / 3.0 for rank in range(2)]
+            own = every[transport.rank]
+            optimizer.apply([tf.constant(own), tf.constant(own.astype(np.float32))], [wide, narrow])
+            reference.apply([tf.constant((every[0] + every[1]) / 2.0)], [plain])
+        assert optimizer.stats.stage == COMPRESSION
+        assert optimizer.stats.full_precision_names == ("wide",)
+        assert_bit_equal(snapshot([wide]), snapshot([plain]))
+        return snapshot([wide, narrow])
+
+    assert_replicas_equal(on_ranks(2, work))
+    assert caplog.text.count("float64 parameters stay in full precision") == 1
+    assert ": wide; make them float32" in caplog.text
+
+
 # -- tf.train.Checkpoint -----------------------------------------------------------------------------------------------
 
 

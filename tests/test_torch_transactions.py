@@ -116,7 +116,7 @@ def test_replicas_that_part_in_the_local_stage_are_found_at_a_round() -> None:
             optimizer.state[params[0]][ANCHOR].view(-1)[0] += 0.5
         with pytest.raises(OneBitError) as caught:
             train(optimizer, params, range(23, 60), transport.rank)
-        assert optimizer.stats.step < 45
+        assert optimizer.stats.step < 40, "found no sooner than at a multiple of check_every"
         return str(caught.value)
 
     errors = on_ranks(2, work)
