@@ -375,7 +375,7 @@ def verdict(plan: Plan) -> str:
     if plan.speed_up > 1 / _LEAST_SPEED_UP:
         return (
             f"Compression makes little difference here: {method} and float32 are expected to take about as long "
-            f"({-milliseconds:+,.1f} ms a step), less apart than such an estimate is good for."
+            f"({round(-milliseconds, 1) + 0.0:+,.1f} ms a step), less apart than such an estimate is good for."
         )
     return (
         f"Compression does not pay here: {method} takes {1 / plan.speed_up:.1f} times as long as float32 "
