@@ -14,7 +14,7 @@ from hvd_onebit.options import AUTO, CompressionOptions
 if TYPE_CHECKING:
     from hvd_onebit.transport import Group, Transport
 
-__all__ = ["AUTO_LEAST_RANKS", "HostGroups", "Place", "hierarchical_place", "horovods_place", "place_of"]
+__all__ = ["AUTO_LEAST_RANKS", "HostGroups", "Place", "hierarchical_place", "horovods_place", "place_of", "shard_key"]
 
 
 AUTO_LEAST_RANKS = 4
@@ -39,6 +39,11 @@ class Place:
     local_rank: int
     local_size: int
     obstacle: str = ""
+
+
+def shard_key(place: Place | None) -> list[int] | None:
+    """Which part of every bucket a rank's errors are of, by its place; None, unless hierarchical: of the whole."""
+    return None if place is None else [place.local_rank, place.local_size, place.host, place.num_hosts]
 
 
 def place_of(rank: int, hosts: Sequence[int]) -> Place:

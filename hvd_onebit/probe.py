@@ -14,15 +14,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 from hvd_onebit.codec import Array, Codec
 from hvd_onebit.hosts import HostGroups, Place
 from hvd_onebit.planner import CollectiveCost, KernelSpeeds, Measurement, Network
-from hvd_onebit.transport import Pending
+from hvd_onebit.transport import Collectives
 from hvd_onebit.wire import DEFAULT_BLOCK, message_num_bytes
 
-__all__ = ["PROBE_STEP", "Probed", "measure"]
+__all__ = ["PROBE_STEP", "measure"]
 
 PROBE_STEP = 3
 """The step of a run after which it is measured, or at the freeze if that comes first: what is traced, allocated and
@@ -39,24 +39,6 @@ _SERVED = 4  # messages that the reduce kernel is given
 _FURTHER = 0.5  # of a small collective's time is one of Horovod's cycles, which collectives under way together share
 
 
-class Probed(Protocol[Array]):
-    """What is asked of the ranks; any `Group` will do."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def alltoall(
-        self, message: Array, send_bytes: Sequence[int], receive_bytes: Sequence[int], *, name: str
-    ) -> Pending[Array]: ...
-
-    def allgather(self, message: Array, receive_bytes: Sequence[int], *, name: str) -> Pending[Array]: ...
-
-    def allreduce(self, values: Array, *, name: str) -> Pending[Array]: ...
-
-
 @dataclass(frozen=True)
 class _Collective:
     """One that is timed: `run` starts it with about so many bytes and waits; `link_bytes` is what a host then sends."""
@@ -66,7 +48,7 @@ class _Collective:
 
 
 def measure(
-    transport: Probed[Array],
+    transport: Collectives[Array],
     codec: Codec[Array],
     place: Place,
     groups: HostGroups[Array] | None = None,
@@ -94,12 +76,12 @@ def measure(
 
 class _Probe(Generic[Array]):
     def __init__(
-        self, transport: Probed[Array], codec: Codec[Array], groups: HostGroups[Array] | None, shape: Network
+        self, transport: Collectives[Array], codec: Codec[Array], groups: HostGroups[Array] | None, shape: Network
     ) -> None:
         self._transport = transport
         self._codec = codec
         self._groups = groups
-        self._group: Probed[Array] = transport if groups is None else groups.across
+        self._group: Collectives[Array] = transport if groups is None else groups.across
         self._shape = shape
         self._floats = codec.zeros(_MANY_BYTES[0][0] // 4)
         self._bytes = codec.as_bytes(self._floats)

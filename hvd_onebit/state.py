@@ -8,24 +8,16 @@ rank can save and any number of ranks can restore.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from hvd_onebit.codec import Array, Codec
 from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.hosts import HostGroups
-from hvd_onebit.transport import Pending
+from hvd_onebit.transport import Collectives
 
-__all__ = ["Collectives", "owed_by_parameter", "share_errors", "share_owed", "take_shared_errors", "weight_of_owed"]
-
-
-class Collectives(Protocol[Array]):
-    """What it takes of the ranks to share errors; any `Group` will do."""
-
-    def allgather(self, message: Array, receive_bytes: Sequence[int], *, name: str) -> Pending[Array]: ...
-
-    def allreduce(self, values: Array, *, name: str) -> Pending[Array]: ...
+__all__ = ["owed_by_parameter", "share_errors", "share_owed", "take_shared_errors", "weight_of_owed"]
 
 
 def share_errors(

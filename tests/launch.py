@@ -14,8 +14,20 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["LAUNCHERS", "Completed", "Launches", "checks_in", "interruptible", "rank_environment", "run_horovod"]
+from hvd_onebit.netlab import NetworkLab, parse_rate
+
+__all__ = [
+    "LAUNCHERS",
+    "Completed",
+    "Launches",
+    "checks_in",
+    "interruptible",
+    "on_two_hosts",
+    "rank_environment",
+    "run_horovod",
+]
 
 LAUNCHERS = ("gloo", "mpi", "mpirun")
 """horovodrun --gloo, horovodrun --mpi, and Open MPI's own mpirun."""
@@ -241,3 +253,22 @@ def _marked(mark: str) -> list[int]:
 def interruptible() -> None:
     """For a child before it starts: what runs in the background of a script is started with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def on_two_hosts(
+    script: Path, folder: Path, *, timeout: float, environment: Mapping[str, str] | None = None
+) -> tuple[list[dict[str, Any]], str]:
+    """Runs `script FOLDER` with two ranks on each of two network hosts; each rank's RANK.json there, and the log."""
+    log = folder / "log"
+    log.touch()
+    with NetworkLab(2, rate=parse_rate("1gbit")) as lab:
+        lab.horovodrun(
+            [sys.executable, str(script), str(folder)],
+            ranks_per_host=2,
+            log=log,
+            cwd=folder,
+            environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent.parent), **(environment or {})},
+            timeout_seconds=timeout,
+        )
+    found = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
+    return found, log.read_text(encoding="utf-8")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from launch import on_two_hosts
 
 pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow")
@@ -22,7 +20,6 @@ from tf_training import SHAPES, assert_bit_equal, assert_replicas_equal, distrib
 
 import hvd_onebit.tensorflow as onebit
 from hvd_onebit import netlab
-from hvd_onebit.netlab import NetworkLab, parse_rate
 from hvd_onebit.tensorflow import engine
 from hvd_onebit.transport.local import LocalTransport, run_ranks
 
@@ -256,22 +253,7 @@ def test_ranks_that_want_it_and_ranks_that_do_not_all_raise() -> None:
 @pytest.mark.timeout(240)
 def test_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
     """Under horovodrun, in graphs: the bits of the local transport, with shared memory and without."""
-    log = tmp_path / "log"
-    log.touch()
-    with NetworkLab(2, rate=parse_rate("1gbit")) as lab:
-        lab.horovodrun(
-            [sys.executable, str(SCRIPT), str(tmp_path)],
-            ranks_per_host=2,
-            log=log,
-            cwd=tmp_path,
-            environment={
-                "OMP_NUM_THREADS": "1",
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent.parent)]),
-            },
-            timeout_seconds=150,
-        )
-    found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
+    found, text = on_two_hosts(SCRIPT, tmp_path, timeout=150, environment={"TF_CPP_MIN_LOG_LEVEL": "3"})
     for each in found:
         assert each["memory"] == [True, False], "ranks of a host share memory, unless they cannot"
         assert each["parameters"] == found[0]["threads"]
@@ -279,6 +261,5 @@ def test_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
         assert each["errors kept"]
         message = 4 * -(-each["num_elements"] // 2048) + each["num_elements"] / 8
         assert each["sent to other hosts"] == pytest.approx(message / 2, rel=0.05)
-    text = log.read_text(encoding="utf-8")
     assert "hierarchical exchange: 2 hosts with 2 ranks each" in text
     assert "cannot share memory" in text

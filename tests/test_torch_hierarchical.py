@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import logging
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from launch import on_two_hosts
 from test_torch_family import FAMILY, FREEZE, gradients, parameters, wrap
 
 from hvd_onebit import netlab
 from hvd_onebit.errors import OneBitError
-from hvd_onebit.netlab import NetworkLab, parse_rate
 from hvd_onebit.transport.local import LocalTransport, run_ranks
 
 MISSING = None if importlib.util.find_spec("horovod") else "Horovod is not installed"
@@ -242,18 +239,7 @@ def test_ranks_that_want_it_and_ranks_that_do_not_all_raise(stage: str) -> None:
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 @pytest.mark.timeout(320)
 def test_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.touch()
-    with NetworkLab(2, rate=parse_rate("1gbit")) as lab:
-        lab.horovodrun(
-            [sys.executable, str(SCRIPT), str(tmp_path)],
-            ranks_per_host=2,
-            log=log,
-            cwd=tmp_path,
-            environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent.parent)])},
-            timeout_seconds=300,
-        )
-    found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
+    found, text = on_two_hosts(SCRIPT, tmp_path, timeout=300)
     assert found[0]["threads"] == [found[0]["checksum"]] * 4
     for each in found:
         assert each["place"] == [each["rank"] // 2, 2, each["rank"] % 2, 2]
@@ -262,6 +248,5 @@ def test_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
         assert each["flat"] == found[0]["flat"]
         message = 4 * -(-each["num_elements"] // 2048) + each["num_elements"] / 8
         assert each["sent to other hosts"] == pytest.approx(message / 2, rel=0.05)
-    text = log.read_text(encoding="utf-8")
     assert "hierarchical exchange: 2 hosts with 2 ranks each" in text
     assert np.isfinite([each["loss"] for each in found]).all()

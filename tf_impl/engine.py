@@ -24,7 +24,7 @@ from hvd_onebit import notices
 from hvd_onebit.agreement import FAILURE, PARAMETERS, digest, encode_fields, raise_disagreement, static_fields
 from hvd_onebit.codec import HostCodec
 from hvd_onebit.errors import OneBitError, restored_too_far, too_many_skips
-from hvd_onebit.hosts import HostGroups, hierarchical_place
+from hvd_onebit.hosts import HostGroups, hierarchical_place, shard_key
 from hvd_onebit.layout import make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
 from hvd_onebit.planner import plan_run
@@ -775,7 +775,7 @@ class CompressionEngine:
             "version": FORMAT_VERSION,
             "rank": self.transport.rank,
             "size": self.transport.size,
-            "shard": self._shard_key(),
+            "shard": shard_key(self._place),
             "hosts": None if self._place is None or self._errors_are_shared else self._place.num_hosts,
             "shared": self._errors_are_shared,
             "buckets": {bucket.name: list(bucket.parameters) for bucket in buckets},
@@ -792,11 +792,6 @@ class CompressionEngine:
                 if error is not None:
                     arrays[f"{bucket.bucket.name}.{name}"] = error.copy()
         return arrays
-
-    def _shard_key(self) -> list[int] | None:
-        """Which part of every bucket this rank's errors are of; None: of the whole."""
-        place = self._place
-        return None if place is None else [place.local_rank, place.local_size, place.host, place.num_hosts]
 
     def load(self, arrays: dict[str, Array] | None) -> None:
         """Takes up restored variables, and the errors that `state` returned, if there are any. Not collective."""
@@ -967,7 +962,7 @@ class CompressionEngine:
         if here != there:
             notices.dropped_errors(f"saved by rank {there[0]} of {there[1]}, restored on rank {here[0]} of {here[1]}")
             return
-        if about["shard"] != self._shard_key():
+        if about["shard"] != shard_key(self._place):
             notices.dropped_errors("saved by a hierarchical exchange over other hosts, or by one that is not")
             return
         for bucket in self._buckets:

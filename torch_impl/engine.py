@@ -14,7 +14,7 @@ from torch import Tensor
 from hvd_onebit import notices
 from hvd_onebit.agreement import PARAMETERS, Agreement, digest, raise_if_any_failed, static_fields
 from hvd_onebit.errors import FREEZE_FAILED, OneBitError, parameters_removed, too_many_skips
-from hvd_onebit.hosts import HostGroups, Place, hierarchical_place
+from hvd_onebit.hosts import HostGroups, Place, hierarchical_place, shard_key
 from hvd_onebit.layout import Bucket, make_buckets
 from hvd_onebit.options import CompressionOptions, is_full_precision, patterns_without_match
 from hvd_onebit.planner import Measurement, choose, plan_run
@@ -600,7 +600,7 @@ class Engine:
             "rule": type(self._rule).__name__,
             "rank": self._transport.rank,
             "size": self._transport.size,
-            "shard": self._shard_key(),
+            "shard": shard_key(self._place),
             "shared": self._errors_are_shared,
             "errors": {
                 bucket.bucket.name: {
@@ -617,11 +617,6 @@ class Engine:
                 for bucket in self._all_buckets()
             },
         }
-
-    def _shard_key(self) -> list[int] | None:
-        """Which part of every bucket this rank's errors are of; None: of the whole."""
-        place = self._place
-        return None if place is None else [place.local_rank, place.local_size, place.host, place.num_hosts]
 
     @torch.no_grad()
     def synchronize_for_checkpoint(self) -> None:
@@ -728,7 +723,7 @@ class Engine:
                 notices.dropped_errors(
                     f"saved by rank {extra['rank']} of {extra['size']}, restored on rank {here[0]} of {here[1]}"
                 )
-            elif not shared and extra.get("shard") != self._shard_key():
+            elif not shared and extra.get("shard") != shard_key(self._place):
                 notices.dropped_errors("saved by a hierarchical exchange over other hosts, or by one that is not")
             else:
                 self._restorable_errors = dict(extra["errors"])

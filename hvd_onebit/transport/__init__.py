@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from hvd_onebit.hosts import Place
 
-__all__ = ["Group", "Pending", "Transport", "ordered_mean"]
+__all__ = ["Collectives", "Group", "Pending", "Transport", "ordered_mean"]
 
 Array = TypeVar("Array", bound=Any)
 Result = TypeVar("Result", covariant=True)
@@ -29,8 +29,8 @@ class Pending(Protocol[Result]):
         ...
 
 
-class Group(Protocol[Array]):
-    """What an exchange needs of `size` ranks, on one framework's flat arrays."""
+class Collectives(Protocol[Array]):
+    """The collectives of `size` ranks, on one framework's flat arrays, that share errors and that are timed."""
 
     @property
     def rank(self) -> int: ...
@@ -51,6 +51,10 @@ class Group(Protocol[Array]):
     def allreduce(self, values: Array, *, name: str) -> Pending[Array]:
         """The mean of `values` over ranks, same dtype and shape."""
         ...
+
+
+class Group(Collectives[Array], Protocol[Array]):
+    """What an exchange needs of `size` ranks, on one framework's flat arrays."""
 
     def reduce_scatter(self, values: Array, lengths: Sequence[int], *, name: str) -> Pending[Array]:
         """This rank's part of the mean of `values` (float32, flat); `lengths` are the elements of each rank's part.
