@@ -36,6 +36,7 @@ from hvd_onebit.agreement import digest
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.stats import COMPRESSION, WARM_UP
 from hvd_onebit.tensorflow.engine import owes, relative_paths, unpack_errors
+from hvd_onebit.tensorflow.transport import HostFunctions, on_host
 from hvd_onebit.transport.local import LocalTransport
 
 FREEZING: dict[str, Callable[[], Any]] = {
@@ -478,3 +479,19 @@ def test_optimizers_that_are_dropped_leave_nothing() -> None:
     assert threading.active_count() == threads
     # of five hundred each would hold 90 kB
     assert resident_kilobytes() - before < 10_000
+
+
+def test_a_graph_outlives_its_functions_with_an_error() -> None:
+    functions: HostFunctions | None = HostFunctions()
+
+    @tf.function
+    def double(x: tf.Tensor) -> tf.Tensor:
+        assert functions is not None
+        with functions.traced():
+            return on_host(lambda array: 2 * array, [x], tf.float32)
+
+    assert float(double(tf.constant(3.0))) == 6.0
+    functions = None
+    gc.collect()
+    with pytest.raises(tf.errors.OpError, match=r"traced for ranks that are gone.*the optimizer is gone"):
+        double(tf.constant(3.0))

@@ -472,6 +472,11 @@ class _Distributed(_Base):
 
     def _apply_all(self, gradients: list[tf.Tensor], held: Sequence[int]) -> tf.Tensor:
         """What Keras's `apply` does around the update: unscaling, accumulation, constraints, moving average."""
+        engine: CompressionEngine = self._engine.value
+        with engine.host_functions.traced():
+            return self._apply_traced(engine, gradients, held)
+
+    def _apply_traced(self, engine: CompressionEngine, gradients: list[tf.Tensor], held: Sequence[int]) -> tf.Tensor:
         if self.loss_scale_factor is not None:
             gradients = [g / self.loss_scale_factor for g in gradients]
         iterations = native(self._iterations)
@@ -480,7 +485,7 @@ class _Distributed(_Base):
             outcome = self._accumulate(gradients, iterations, passes, held)
         else:
             outcome = self._update(gradients, iterations, 1, held)
-        self._engine.value.freeze_when_due(outcome)
+        engine.freeze_when_due(outcome)
         return outcome.made
 
     def _accumulate(

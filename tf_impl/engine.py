@@ -48,7 +48,7 @@ from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats, ring_allreduce_bytes
 from hvd_onebit.tensorflow.buckets import DeviceBucket, ExchangedBucket, HostBucket, Hosts, Inputs, Sent
 from hvd_onebit.tensorflow.codec import is_on_host, num_threads
 from hvd_onebit.tensorflow.rules import Moment, Rule, native
-from hvd_onebit.tensorflow.transport import TensorTransport, on_host, split_frames
+from hvd_onebit.tensorflow.transport import TRACED_FOR_GONE, HostFunctions, TensorTransport, on_host, split_frames
 
 __all__ = [
     "FORMAT_VERSION",
@@ -148,6 +148,7 @@ class CompressionEngine:
     def _enter_world(self, transport: TensorTransport, gradient_scale: float) -> None:
         """Makes what depends on the ranks: buckets, counts, what is compared."""
         self.transport = transport
+        self.host_functions = HostFunctions()  # of the graphs that are traced for these ranks
         self._gradient_scale = gradient_scale
         self._place = hierarchical_place(self.options, transport.place)
         self._groups = None if self._place is None else HostGroups(transport.on_host, self._place)
@@ -475,10 +476,7 @@ class CompressionEngine:
     def _refuse_if_ended(self) -> None:
         """A graph holds the numbers of the world that it was traced in."""
         if self._has_ended:
-            raise OneBitError(
-                "this tf.function was traced for ranks that are gone. Make it anew after every reset: inside the "
-                "function that elastic.run decorates, or in a callback of state.register_reset_callbacks"
-            )
+            raise OneBitError(TRACED_FOR_GONE)
 
     def _describe(self) -> dict[str, Any]:
         named = zip(relative_paths(self._names), self._variables, strict=True)

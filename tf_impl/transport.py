@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +23,9 @@ if TYPE_CHECKING:
     from horovod.common.process_sets import ProcessSet
 
 __all__ = [
+    "TRACED_FOR_GONE",
     "HorovodTransport",
+    "HostFunctions",
     "HostTransport",
     "TensorGroup",
     "TensorGroups",
@@ -30,6 +35,12 @@ __all__ = [
 ]
 
 HostArray = npt.NDArray[Any]
+
+TRACED_FOR_GONE = (
+    "this tf.function was traced for ranks that are gone. Make it anew after every reset: inside the function that "
+    "elastic.run decorates, or in a callback of state.register_reset_callbacks. Without elastic.run, the optimizer is "
+    "gone: keep it for as long as the function is called"
+)
 
 
 def on_host(function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: Any, *, stateful: bool = True) -> Any:
@@ -43,11 +54,58 @@ def on_host(function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: An
             Others run as soon as their inputs are there: once, as long as somebody uses the result.
     """
     if not tf.executing_eagerly():
-        return tf.numpy_function(function, list(inputs), types, stateful=stateful)
+        keeper = _keeper.get()
+        kept = function if keeper is None else keeper.keep(function)
+        return tf.numpy_function(kept, list(inputs), types, stateful=stateful)
     results = function(*(tf.convert_to_tensor(each).numpy() for each in inputs))
     if not isinstance(types, list):
         return tf.constant(results, types)
     return [tf.constant(result, dtype) for result, dtype in zip(results, types, strict=True)]
+
+
+class HostFunctions:
+    """Keeps the functions that a graph calls on the host.
+
+    TensorFlow keeps what `tf.numpy_function` is given for as long as the outermost graph lives, which for a tf.function
+    is the life of the process. So TensorFlow is given no more than a weak reference: with whoever holds this go the
+    functions, and all that they hold.
+    """
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[..., Any]] = []
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """While open, the functions given to `on_host` in a graph are kept here."""
+        token = _keeper.set(self)
+        try:
+            yield
+        finally:
+            _keeper.reset(token)
+
+    def keep(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What calls the function as long as this lives."""
+        number = len(self._functions)
+        self._functions.append(function)
+        return _Numbered(self, number)
+
+    def function(self, number: int) -> Callable[..., Any]:
+        return self._functions[number]
+
+
+class _Numbered:
+    def __init__(self, keeper: HostFunctions, number: int) -> None:
+        self._keeper = weakref.ref(keeper)
+        self._number = number
+
+    def __call__(self, *arrays: HostArray) -> Any:
+        keeper = self._keeper()
+        if keeper is None:
+            raise OneBitError(TRACED_FOR_GONE)
+        return keeper.function(self._number)(*arrays)
+
+
+_keeper: ContextVar[HostFunctions | None] = ContextVar("hvd_onebit_host_functions", default=None)
 
 
 class TensorGroup(Protocol):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -170,6 +172,24 @@ def custom_loop() -> None:
         step([tf.constant(g) for g in gradients(i, hvd.rank(), SHAPES)])
     assert (first.stats.frozen_step, second.stats.frozen_step) == (3, 6)
     assert_replicas([*snapshot(one), *snapshot(two)])
+
+
+@check
+def functions_that_are_dropped_leave_nothing() -> None:
+    """What was traced goes with the function: the optimizer, its errors and all that it holds."""
+
+    def train() -> list[weakref.ref[Any]]:
+        network = model()
+        optimizer = distribute(keras.optimizers.Adam(0.01, beta_2=0.9), freeze_step=2)
+        fit(network, optimizer)
+        assert optimizer.stats.stage == COMPRESSION
+        engine = optimizer._engine.value
+        return [weakref.ref(each) for each in (optimizer, engine, *engine._buckets)]
+
+    for seen in [train() for _ in range(3)]:
+        gc.collect()
+        alive = [each() for each in seen if each() is not None]
+        assert not alive, alive
 
 
 @check
