@@ -84,6 +84,15 @@ def test_patches_write_standard_and_library_folder() -> None:
     assert "/opt/mpi/lib" not in str(patches(cxx_standard=17, mpi_library_dir=None))
 
 
+def test_patches_of_gloo_only_put_the_receive_before_the_send() -> None:
+    changes = [patch for patch in patches(cxx_standard=17, mpi_library_dir=None) if patch.path.endswith("v.cc")]
+    assert [Path(patch.path).name for patch in changes] == ["allgatherv.cc", "allgatherv.cc", "alltoallv.cc"]
+    for patch in changes:
+        assert sorted(patch.old.split()) == sorted(patch.new.split())
+        assert patch.old.index("->send(") < patch.old.index("->recv(")
+        assert patch.new.index("->recv(") < patch.new.index("->send(")
+
+
 # Needs.
 
 
