@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hvd_onebit
+from hvd_onebit._arguments import as_count
 
 __all__ = ["main"]
 
@@ -53,16 +54,6 @@ class _Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(name, sorted(known), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"{self.prog}: {message}{hint}\nHelp: {self.prog} --help\n")
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return value
 
 
 def _directory(text: str) -> Path:
@@ -121,7 +112,7 @@ def _parser() -> _Parser:
 
     text = "build Horovod for the frameworks installed here, install it, and prove it with two ranks"
     command = commands.add_parser("install-horovod", help=text, description=text.capitalize() + ".")
-    command.add_argument("--jobs", type=_positive, metavar="N", help="compilers at a time (default: one a CPU)")
+    command.add_argument("--jobs", type=as_count, metavar="N", help="compilers at a time (default: one a CPU)")
     command.add_argument("--build-dir", type=_directory, metavar="DIR", help="folder for the temporary build tree")
     command.add_argument("--sdist", type=Path, metavar="FILE", help="Horovod's source archive, if there is no network")
     command.add_argument("--without-mpi", dest="with_mpi", action="store_false", help="build for Gloo alone")

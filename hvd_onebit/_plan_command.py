@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 from hvd_onebit import planner
+from hvd_onebit._arguments import as_count, as_rate, as_seconds
 from hvd_onebit.bench import kernel_seconds, print_table
-from hvd_onebit.netlab import Rate, parse_rate
 from hvd_onebit.threads import num_threads
 
 __all__ = ["add_arguments", "main"]
@@ -23,17 +20,28 @@ _SERVED_RANKS = 8  # of the benchmark's reduce
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `hvd-onebit plan`."""
-    whole = _number(int, "a whole number of at least 1", lambda value: value >= 1)
-    parser.add_argument("--num-elements", type=whole, required=True, metavar="N", help="parameters of the model")
-    parser.add_argument("--hosts", type=whole, default=2, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--ranks-per-host", type=whole, default=1, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--rate", type=_rate, default="1gbit", help="of a host's link (default: %(default)s)")
-    seconds = _number(float, "a number of at least 0", lambda value: value >= 0)
     parser.add_argument(
-        "--latency-us", type=seconds, default=50.0, metavar="US", help="of a message, in microseconds (default: 50)"
+        "--num-elements",
+        type=as_count,
+        required=True,
+        metavar="N",
+        help="parameters of the model: 25000000, 25M, ...",
+    )
+    parser.add_argument("--hosts", type=as_count, default=2, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--ranks-per-host", type=as_count, default=1, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--rate", type=as_rate, default="1gbit", help="of a host's link (default: %(default)s)")
+    parser.add_argument(
+        "--latency-us",
+        type=as_seconds,
+        default=50.0,
+        metavar="US",
+        help="of a message, in microseconds (default: 50)",
     )
     parser.add_argument(
-        "--compute-seconds", type=seconds, metavar="S", help="of a step without communication, to predict the whole"
+        "--compute-seconds",
+        type=as_seconds,
+        metavar="S",
+        help="of a step without communication, to predict the whole",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -98,27 +106,10 @@ def _prediction(plan: planner.Plan, compute_seconds: float) -> str:
     overlapped = max(compute_seconds, float32.wire_seconds) / max(
         compute_seconds + best.kernel_seconds, best.wire_seconds
     )
-    return (
+    text = (
         f"With {compute_seconds:g} s of computation a step is {in_turn:.2f} times as fast if nothing overlaps, "
         f"{overlapped:.2f} times if the network works while the processor does."
     )
-
-
-def _number(kind: Callable[[str], Any], expected: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(re.sub("_", "", text))
-        except ValueError:
-            value = None
-        if value is None or not fits(value):
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return value
-
-    return parse
-
-
-def _rate(text: str) -> Rate:
-    try:
-        return parse_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    if plan.pays and overlapped < 1.0:
+        text += " So it does not pay where float32's allreduce hides behind the computation."
+    return text

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from hvd_onebit import kernels, wire
+from hvd_onebit._arguments import as_count
 from hvd_onebit.threads import num_threads
 
 if TYPE_CHECKING:
@@ -88,18 +89,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--device", default="cpu", metavar="DEVICE", help="cpu, or a GPU as torch names it: cuda, cuda:1; default: cpu"
     )
-    command.add_argument("--num-elements", type=_positive, default=1 << 25, metavar="N", help="default: %(default)s")
-    command.add_argument("--repeats", type=_positive, default=9, metavar="R", help="default: %(default)s")
+    command.add_argument("--num-elements", type=as_count, default=1 << 25, metavar="N", help="default: %(default)s")
+    command.add_argument("--repeats", type=as_count, default=9, metavar="R", help="default: %(default)s")
     command.add_argument(
         "--block",
-        type=_positive,
+        type=as_count,
         default=wire.DEFAULT_BLOCK,
         metavar="B",
         help="elements per scale; N or more for one scale; default: %(default)s",
     )
     command.add_argument(
         "--threads",
-        type=_positive,
+        type=as_count,
         default=num_threads(),
         metavar="T",
         help="time them on T threads, too; default: what this process may use, %(default)s",
@@ -360,13 +361,3 @@ def _cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine() or "unknown processor"
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return number

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_onebit._arguments import as_count
 from hvd_onebit.bench import Machine, this_machine
 
 __all__ = ["ExchangeReport", "add_command", "bench_exchange"]
@@ -61,9 +62,9 @@ def add_command(commands: Any) -> None:
         "ranks: mpirun -np 2 hvd-onebit bench exchange",
     )
     command.add_argument("--framework", choices=(*FRAMEWORKS, "both"), default="both", help="default: %(default)s")
-    command.add_argument("--num-elements", type=int, default=1 << 24, metavar="N", help="default: %(default)s")
-    command.add_argument("--num-tensors", type=int, default=8, metavar="T", help="default: %(default)s")
-    command.add_argument("--repeats", type=int, default=7, metavar="R", help="timed steps; default: %(default)s")
+    command.add_argument("--num-elements", type=as_count, default=1 << 24, metavar="N", help="default: %(default)s")
+    command.add_argument("--num-tensors", type=as_count, default=8, metavar="T", help="default: %(default)s")
+    command.add_argument("--repeats", type=as_count, default=7, metavar="R", help="timed steps; default: %(default)s")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     command.set_defaults(run_bench=_main)
 

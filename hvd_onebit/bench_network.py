@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hvd_onebit._arguments import as_count, as_rate, as_seconds
 from hvd_onebit._bench_network_worker import EXCHANGE_METHODS, HIERARCHICAL, LOOP_METHODS, Observed, Task
 from hvd_onebit._processes import CommandError
 from hvd_onebit._progress import Progress, log_tail
@@ -237,30 +238,34 @@ def add_command(commands: Any) -> None:
         "given rate, alone and in a training loop. The hosts are network namespaces on this machine: making them needs "
         "root. They are removed at the end, also when interrupted.",
     )
-    command.add_argument("--hosts", type=_positive, default=2, metavar="H", help="default: %(default)s")
-    command.add_argument("--ranks-per-host", type=_positive, default=1, metavar="K", help="default: %(default)s")
+    command.add_argument("--hosts", type=as_count, default=2, metavar="H", help="default: %(default)s")
+    command.add_argument("--ranks-per-host", type=as_count, default=1, metavar="K", help="default: %(default)s")
     command.add_argument(
         "--rate",
-        type=_rate,
+        type=as_rate,
         action="append",
         metavar="RATE",
         help='of every link: "100mbit", "1gbit", ... or "unshaped"; may be given several times; default: 1gbit',
     )
     command.add_argument(
-        "--num-elements", type=_positive, default=25_000_000, metavar="N", help="to average; default: %(default)s"
+        "--num-elements",
+        type=as_count,
+        default=25_000_000,
+        metavar="N",
+        help="to average; default: %(default)s",
     )
-    command.add_argument("--repeats", type=_positive, default=5, metavar="R", help="default: %(default)s")
+    command.add_argument("--repeats", type=as_count, default=5, metavar="R", help="default: %(default)s")
     command.add_argument("--what", choices=[*_PARTS, "all"], default="all", help="default: %(default)s")
     command.add_argument(
         "--model-elements",
-        type=_positive,
+        type=as_count,
         default=25_000_000,
         metavar="M",
         help="parameters of the loop's model, about; default: %(default)s",
     )
     command.add_argument(
         "--step-seconds",
-        type=_seconds,
+        type=as_seconds,
         default=0.5,
         metavar="S",
         help="the batch is made as large as a training step without communication takes; default: %(default)s",
@@ -268,7 +273,7 @@ def add_command(commands: Any) -> None:
     defaults = CompressionOptions()
     command.add_argument(
         "--bucket-elements",
-        type=_positive,
+        type=as_count,
         default=defaults.bucket_elements,
         metavar="B",
         help="elements of a compressed bucket; default: %(default)s",
@@ -277,7 +282,11 @@ def add_command(commands: Any) -> None:
         "--exchange", choices=["auto", "one_shot", "two_phase"], default=defaults.exchange, help="default: %(default)s"
     )
     command.add_argument(
-        "--timeout", type=_seconds, default=1800.0, metavar="S", help="seconds for one rate; default: %(default)g"
+        "--timeout",
+        type=as_seconds,
+        default=1800.0,
+        metavar="S",
+        help="seconds for one rate; default: %(default)g",
     )
     command.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     command.add_argument("--out", type=Path, metavar="DIR", help="write network.log and the plot network.png there")
@@ -535,30 +544,3 @@ def _three_digits(value: float, _position: object = None) -> str:
 
 def _say(line: str, stream: Any = None) -> None:
     (stream or sys.stdout).write(line + "\n")
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0.0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}")
-    return seconds
-
-
-def _rate(text: str) -> Rate:
-    try:
-        return parse_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -90,15 +90,15 @@ class Host:
 
 
 def parse_rate(text: str) -> Rate:
-    """The rate that `text` names: "unshaped", or a number with a unit such as "100mbit", "1gbit" or "2.5 Gbit/s".
+    """The rate that `text` names: "unshaped", or a number with a unit such as "100mbit", "2.5 Gbit/s" or "10Gbps".
 
     Raises:
         ValueError: it's neither, or slower than 64 kbit/s.
     """
     if text.strip().lower() == UNSHAPED.name:
         return UNSHAPED
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s|ps)?", text.strip().lower())
-    bits = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgG])(?:(?i:bit(?:/s|ps)?)|bps|b/s)", text.strip())
+    bits = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()] if match else 0.0
     if bits < 64e3:
         raise ValueError(
             f'expected a rate of at least 64kbit, such as "100mbit" or "1gbit", or "unshaped", not {text!r}'

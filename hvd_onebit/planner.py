@@ -221,6 +221,9 @@ class Plan:
         """Whether it is faster, by more than the model may be wrong."""
         return self.speed_up >= _LEAST_SPEED_UP
 
+    def __str__(self) -> str:
+        return verdict(self)
+
 
 @dataclass(frozen=True)
 class Measurement:

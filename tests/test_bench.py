@@ -129,7 +129,7 @@ def test_counts_that_make_no_sense_are_refused(option: str, value: str, capsys: 
     with pytest.raises(SystemExit) as refused:
         run("kernels", option, value)
     assert refused.value.code == 2
-    assert f"expected an integer of at least 1, got '{value}'" in capsys.readouterr().err
+    assert f"expected a whole number of at least 1, got '{value}'" in capsys.readouterr().err
 
 
 def test_a_benchmark_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:

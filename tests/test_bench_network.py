@@ -205,11 +205,11 @@ def test_without_matplotlib_there_is_no_plot(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--hosts", "0"], "expected an integer of at least 1, got '0'"),
-        (["--num-elements", "1.5"], "expected an integer of at least 1, got '1.5'"),
+        (["--hosts", "0"], "expected a whole number of at least 1, got '0'"),
+        (["--num-elements", "1.5"], "expected a whole number of at least 1, got '1.5'"),
         (["--rate", "fast"], "expected a rate of at least 64kbit"),
-        (["--step-seconds", "-1"], "expected seconds, got '-1'"),
-        (["--timeout", "nan"], "expected seconds, got 'nan'"),
+        (["--step-seconds", "-1"], "expected a number of at least 0, got '-1'"),
+        (["--timeout", "nan"], "expected a number of at least 0, got 'nan'"),
         (["--what", "nothing"], "invalid choice: 'nothing'"),
     ],
 )

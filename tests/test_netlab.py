@@ -72,14 +72,22 @@ def interfaces() -> list[str]:
 
 @pytest.mark.parametrize(
     ("text", "bits"),
-    [("100mbit", 1e8), ("1gbit", 1e9), ("2.5 Gbit/s", 2.5e9), ("64kbit", 64e3), ("10GBIT", 1e10), ("unshaped", None)],
+    [
+        ("100mbit", 1e8),
+        ("1gbit", 1e9),
+        ("2.5 Gbit/s", 2.5e9),
+        ("64kbit", 64e3),
+        ("10GBIT", 1e10),
+        ("10Gbps", 1e10),
+        ("unshaped", None),
+    ],
 )
 def test_rates(text: str, bits: float | None) -> None:
     assert parse_rate(text).bits_per_second == bits
     assert parse_rate(text).name == text
 
 
-@pytest.mark.parametrize("text", ["", "fast", "1g", "1000", "0gbit", "-1gbit", "63kbit", "1gbyte", "nangbit"])
+@pytest.mark.parametrize("text", ["", "fast", "1g", "1000", "0gbit", "-1gbit", "63kbit", "1gbyte", "nangbit", "1GB/s"])
 def test_rates_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected a rate of at least 64kbit"):
         parse_rate(text)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 
 import pytest
 
+from hvd_onebit import _plan_command
 from hvd_onebit.__main__ import main
 from hvd_onebit.codec import HostCodec
 from hvd_onebit.exchange import CompressedAllreduce
@@ -105,6 +108,19 @@ def test_the_command_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) ->
     assert "1 host with 2 ranks each" in text
     assert "Compression pays" not in text
     assert "Ranks of one host do not use a link" in text
+
+
+def test_what_hides_behind_computation_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_plan_command, "_measure", lambda threads: FAST)
+    command = ["plan", "--num-elements", "25M", "--rate", "10gbit", "--compute-seconds"]
+    lines = {}
+    for seconds in ("0.01", "10"):
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            assert main([*command, seconds]) == 0
+        assert "Compression pays" in text.getvalue()
+        lines[seconds] = text.getvalue()
+    assert "hides behind the computation" not in lines["0.01"]
+    assert "it does not pay where float32's allreduce hides behind the computation" in lines["10"]
 
 
 def test_the_command_gives_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from hvd_onebit.options import CompressionOptions
+from hvd_onebit.planner import Cluster, KernelSpeeds, Measurement, plan_run, verdict
 from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats
+
+SPEEDS = KernelSpeeds(compress=1e-9, decode=3e-10, reduce=1e-10)
 
 
 def test_printed_they_are_a_line_for_people() -> None:
@@ -18,3 +22,6 @@ def test_printed_they_are_a_line_for_people() -> None:
         "<step 1, compression since step 1, 13,358 bytes a step (31.5 times fewer than float32), "
         "105,194 elements as one bit, 0 in full precision, 1 steps skipped>"
     )
+    stats.plan = plan_run(Measurement(Cluster(2, 1, 1e9).network(), SPEEDS, 0.1), 105_194, CompressionOptions())
+    assert f"skipped, an exchange expected {stats.plan.speed_up:.1f} times as fast as float32's>" in str(stats)
+    assert str(stats.plan) == verdict(stats.plan)
