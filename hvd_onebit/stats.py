@@ -103,7 +103,7 @@ class Stats:
     def give_up_step(self, stage: str) -> None:
         """Counts what a step sent that was never finished, as when ranks came or went in the middle of it."""
         self.bytes_sent[stage] += self._bytes_this_step
-        self._bytes_this_step = 0.0
+        self._bytes_this_step = self._inside_this_step = 0.0
 
     def __repr__(self) -> str:
         parts = [f"step {self.step}", "warm-up in full precision" if self.stage == WARM_UP else "compression"]

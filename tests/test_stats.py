@@ -25,3 +25,14 @@ def test_printed_they_are_a_line_for_people() -> None:
     stats.plan = plan_run(Measurement(Cluster(2, 1, 1e9).network(), SPEEDS, 0.1), 105_194, CompressionOptions())
     assert f"skipped, an exchange expected {stats.plan.speed_up:.1f} times as fast as float32's>" in str(stats)
     assert str(stats.plan) == verdict(stats.plan)
+
+
+def test_a_step_that_is_given_up_leaves_nothing_to_the_next() -> None:
+    stats = Stats()
+    stats.count(100, inside=60)
+    stats.give_up_step(COMPRESSION)
+    stats.count(10, inside=6)
+    stats.end_step(COMPRESSION, skipped=False)
+    assert stats.bytes_sent[COMPRESSION] == 110
+    assert stats.bytes_per_step[COMPRESSION] == 10
+    assert stats.inside_bytes_per_step[COMPRESSION] == 6

@@ -22,6 +22,8 @@ from hvd_onebit.transport.shared import SharedMemory
 
 SCRIPT = Path(__file__).parent / "scripts" / "transport_contract_script.py"
 
+MPI_WAITS = SCRIPT.with_name("mpi_waits.py")
+
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 needs_horovod = pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed")
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
@@ -87,6 +89,21 @@ def test_launched_transports_keep_the_contract(tmp_path: Path, launcher: str, si
         found = json.loads(file.read_text(encoding="utf-8"))
         assert found == {f"{kind}: {name}": "ok" for kind in kinds for name in CONTRACT}, f"rank {rank}"
     completed.check()
+
+
+@needs_mpi
+@pytest.mark.parametrize("how", ["asleep", "gone"])
+def test_waits_over_mpi_say_what_they_wait_for_and_end(tmp_path: Path, how: str) -> None:
+    """The others come late at first, and then never: everything that is waited for has its limit, and then the run."""
+    completed = run_horovod(MPI_WAITS, 2, how, launcher="mpirun", timeout=30, cwd=tmp_path)
+    assert not completed.timed_out, completed.output
+    assert completed.returncode != 0
+    assert "stands still" in completed.ranks[1]
+    said = completed.ranks[0]
+    assert "rank 0 has waited 0 s for other ranks at 'late'" in said, said
+    for what in ("mean", "bits", "digest", "a group", "the transport"):
+        assert f"rank 0 has waited 0.5 s for other ranks at '{what}', and they have not come" in said, said
+    assert "the end of rank 0" in said
 
 
 # what only the local transport promises
