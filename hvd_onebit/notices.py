@@ -16,6 +16,7 @@ __all__ = [
     "dropped_errors",
     "dropped_local_steps",
     "errors_lost_with_ranks",
+    "errors_not_broadcast",
     "errors_of_other_ranks",
     "frozen",
     "hierarchical",
@@ -211,6 +212,14 @@ def dropped_errors(reason: str) -> None:
         "compression errors of the checkpoint were dropped (%s): a rounding's worth of gradient is lost, "
         "training goes on",
         reason,
+    )
+
+
+def errors_not_broadcast(rank: int) -> None:
+    """Said by a rank that goes on in the compression stage from another rank's state, but not its own checkpoint."""
+    dropped_errors(
+        f"rank {rank} got its state by a broadcast, which does not carry them: to keep them load the checkpoint on "
+        "every rank, each rank's own or one that was saved after synchronize_for_checkpoint()"
     )
 
 

@@ -7,14 +7,16 @@ ends this rank, as its peers might wait for it otherwise.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "check", "run_checks"]
+__all__ = ["FOLDER", "check", "heard", "run_checks"]
 
 FOLDER = Path(sys.argv[1])
 
@@ -25,6 +27,23 @@ def check(function: Callable[[], Any]) -> Callable[[], Any]:
     """Decorates a check; `launch.checks_in` finds it by that."""
     _checks[function.__name__] = function
     return function
+
+
+@contextmanager
+def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """What this rank says in the log meanwhile."""
+    messages: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hvd_onebit")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def run_checks(rank: int) -> int:

@@ -110,28 +110,32 @@ def tf_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 KILLED = pytest.mark.parametrize(
-    ("name", "step", "size"),
-    [("killed_in_warm_up", 1, 2), ("killed_at_the_freeze", 3, 2), ("killed_mid_exchange", 5, 3)],
+    ("name", "where", "size"),
+    [
+        ("killed_in_warm_up", "1 of warm-up", 2),
+        ("killed_at_the_freeze", "3 of warm-up", 2),
+        ("killed_mid_exchange", "5 of compression", 3),
+    ],
 )
 
 
 @KILLED
-def test_a_rank_is_killed(world: World, name: str, step: int, size: int) -> None:
+def test_a_rank_is_killed(world: World, name: str, where: str, size: int) -> None:
     results = world.run(name, size=size)
     assert results[1]["status"] == -signal.SIGKILL
     for rank in range(0, size, 2):
         assert results[rank]["status"] == 0, results[rank]
-        assert results[rank]["said"].startswith(f"HorovodInternalError in step {step}"), results[rank]
+        assert results[rank]["said"].startswith(f"HorovodInternalError in step {where}: "), results[rank]
 
 
 @KILLED
-def test_a_rank_of_keras_is_killed(tf_world: World, name: str, step: int, size: int) -> None:
+def test_a_rank_of_keras_is_killed(tf_world: World, name: str, where: str, size: int) -> None:
     """Under model.fit."""
     results = tf_world.run(name, size=size)
     assert results[1]["status"] == -signal.SIGKILL
     for rank in range(0, size, 2):
         assert results[rank]["status"] == 0, results[rank]
-        assert re.match(rf"\w+Error in step {step}: ", results[rank]["said"]), results[rank]
+        assert re.match(rf"\w+Error in step {where}: ", results[rank]["said"]), results[rank]
         assert "Horovod" in results[rank]["said"], results[rank]
 
 

@@ -447,6 +447,7 @@ class CompressionEngine:
     def _token(self, left_out: Sequence[str], step: Any, lr: Any, table: Any, parameters: Any) -> Array:
         self._refuse_if_ended()
         self._forget_shared()
+        self._notice_broadcast(step, table)
         self._take_restored(step, table)
         token = self._digest(self._fields_now(left_out, step, lr, table, parameters))
         self.transport.watch.begin(f"in step {int(step) + 1}")
@@ -827,6 +828,15 @@ class CompressionEngine:
     def _has_errors(self, table: Array) -> bool:
         """Whether something is compressed."""
         return any_frozen(table)
+
+    def _notice_broadcast(self, step: Any, table: Array) -> None:
+        """Says so when the variables have come from another rank, in the compression stage."""
+        if self._restored is None and int(step) != self.stats.step and self._has_compressed(int(step), table):
+            notices.errors_not_broadcast(self.transport.rank)
+
+    def _has_compressed(self, step: int, table: Array) -> bool:
+        """Whether something was sent as bits in the steps made so far."""
+        return any_frozen(table) and step > first_frozen_step(table)
 
     def _forget(self) -> None:
         """Drops what belongs to a state that has been replaced."""

@@ -132,6 +132,9 @@ class LocalStepsEngine(CompressionEngine):
     def _has_errors(self, table: Array) -> bool:
         return self._takes_local_steps
 
+    def _has_compressed(self, step: int, table: Array) -> bool:
+        return bool(self.rounds.numpy()[_LAST_SYNC])
+
     @property
     def _takes_local_steps(self) -> bool:
         return self.transport.size > 1 and bool(self._compressible)

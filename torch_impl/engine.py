@@ -418,13 +418,16 @@ class Engine:
         for p, live in zip(bucket.parameters, bucket.views(bucket.exchange.live), strict=True):
             live.copy_(self._states()[p][variance_key])
 
-    def _build_buckets(self) -> None:
-        """Buckets for parameters that came compressed: from a checkpoint or another rank's broadcast."""
+    def _build_buckets(self, *, restores: bool = False) -> None:
+        """Buckets for parameters that came compressed: from a checkpoint, if it restores one, or by a broadcast."""
         wanted = self._wanted()
         if set(wanted) != set(self._buckets):
             for key in set(self._buckets) - set(wanted):
                 del self._buckets[key]
-            self._adopt(self._new_buckets(wanted))
+            new = self._new_buckets(wanted)
+            if not restores and any(self.step > step for _, step, _ in new):
+                notices.errors_not_broadcast(self._transport.rank)
+            self._adopt(new)
             self._count_elements()
 
     def _count_elements(self) -> None:
@@ -730,7 +733,7 @@ class Engine:
         elif extra and not settled and any(each["worker_error"] is not None for each in extra["errors"].values()):
             notices.dropped_errors("training goes on uncompressed")
         self._static_digest = None
-        self._build_buckets()
+        self._build_buckets(restores=True)
         self._restorable_errors = {}
         self._count_elements()
         self._told = False

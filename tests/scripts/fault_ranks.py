@@ -59,7 +59,7 @@ def outcome(optimizer: Any, params: Sequence[torch.Tensor], steps: Sequence[int]
     try:
         train(optimizer, params, steps)
     except HorovodInternalError as error:
-        return f"HorovodInternalError in step {optimizer.stats.step}: {error}"
+        return f"HorovodInternalError in step {optimizer.stats.step} of {optimizer.stats.stage}: {error}"
     return "no error"
 
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from rank_checks import FOLDER, check, run_checks
+from rank_checks import FOLDER, check, heard, run_checks
 from tf_training import SHAPES, assert_bit_equal, gradients, snapshot, train, variables
 
 import hvd_onebit.tensorflow as onebit
@@ -249,14 +249,18 @@ def nan_on_one_rank() -> None:
 
 @check
 def a_gradient_that_one_rank_lacks() -> None:
-    trained = variables()
-    optimizer = distribute(Adam(0.01, beta_2=0.9), freeze_step=2)
+    """As if it were zero there."""
+    trained, twins = variables(), variables()
+    optimizer, twin = (distribute(Adam(0.01, beta_2=0.9), freeze_step=2) for _ in range(2))
     for step in range(4):
         given: list[Any] = [tf.constant(g) for g in gradients(step, hvd.rank(), SHAPES)]
         if hvd.rank() == 0:
             given[1] = given[2] = None
         optimizer.apply(given, trained)
+        filled = [tf.zeros(shape) if g is None else g for g, shape in zip(given, SHAPES, strict=True)]
+        twin.apply(filled, twins)
     assert_replicas(snapshot(trained))
+    assert_bit_equal(snapshot(trained), snapshot(twins))
 
 
 @check
@@ -287,7 +291,10 @@ def a_checkpoint_of_one_rank_is_broadcast() -> None:
     network.save(path)
     again = keras.models.load_model(path) if hvd.rank() == 0 else model(dropout=0.0)
     optimizer = again.optimizer if hvd.rank() == 0 else distribute(Adam(0.01, beta_2=0.9), freeze_step=5)
-    fit(again, optimizer)
+    with heard() as messages:
+        fit(again, optimizer)
+    said = [f"rank {hvd.rank()} got its state by a broadcast" in message for message in messages]
+    assert sum(said) == (hvd.rank() > 0), messages
     assert optimizer.stats.frozen_step == 5
     assert optimizer.stats.step == 24
     assert_replicas(state_of(again))
@@ -378,11 +385,8 @@ def a_run_measures_its_network() -> None:
 
 @check
 def a_model_without_the_wrapper_gets_a_notice() -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hvd_onebit").addHandler(handler)
-    fit(model(), Adam(0.01))
+    with heard() as said:
+        fit(model(), Adam(0.01))
     # once, by rank 0
     assert any("nothing averages its gradients" in line for line in said) == (hvd.rank() == 0)
 

@@ -51,7 +51,8 @@ def outcome(model: keras.Model, steps: Iterable[int]) -> str:
     try:
         train(model, steps)
     except tf.errors.OpError as error:
-        return f"{type(error).__name__} in step {model.optimizer.stats.step}: {error.message}"
+        stats = model.optimizer.stats
+        return f"{type(error).__name__} in step {stats.step} of {stats.stage}: {error.message}"
     return "no error"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
-from rank_checks import FOLDER, check, run_checks
+from rank_checks import FOLDER, check, heard, run_checks
 from torch import Tensor
 from torch_training import SHAPES, assert_bit_equal, gradient, mean_gradient, parameters, set_gradients, snapshot
 
@@ -216,7 +216,7 @@ def broadcast_leaves_a_fresh_optimizer_unchanged() -> None:
 
 @check
 def broadcast_carries_a_restored_stage() -> None:
-    """Only rank 0 restores a checkpoint of either stage; every rank then goes on in it."""
+    """Only rank 0 restores a checkpoint of either stage; every rank then goes on in it, and says what it lacks."""
     for stop in (1, 6):
         params = parameters()
         source = distribute(Adam(params, lr=0.01), freeze_step=3)
@@ -228,10 +228,18 @@ def broadcast_carries_a_restored_stage() -> None:
             optimizer.load_state_dict(saved)
         hvd.broadcast_parameters([(f"p{i}", p) for i, p in enumerate(fresh)], root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        train(optimizer, fresh, range(stop, stop + 4))
+        with heard() as messages:
+            train(optimizer, fresh, range(stop, stop + 4))
+        said = [f"rank {hvd.rank()} got its state by a broadcast" in message for message in messages]
+        assert sum(said) == (stop == 6 and hvd.rank() > 0), messages
         assert optimizer.stats.step == stop + 4
         assert optimizer.stats.stage == "compression"
         assert_replicas(fresh)
+
+
+def _errors_in(state_dict: dict[str, Any]) -> list[Tensor]:
+    """This rank's own."""
+    return [each["worker_error"] for each in state_dict["onebit"]["errors"].values()]
 
 
 @check
@@ -244,12 +252,15 @@ def broadcast_in_the_middle_of_training() -> None:
     train(optimizer, params, range(5, 8))
     if hvd.rank() == 0:
         optimizer.load_state_dict(saved)
+        assert_bit_equal(_errors_in(optimizer.state_dict()), _errors_in(saved))
         with torch.no_grad():
             for p, x in zip(params, kept, strict=True):
                 p.copy_(x)
     hvd.broadcast_parameters([(f"p{i}", p) for i, p in enumerate(params)], root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    train(optimizer, params, range(5, 9))
+    with heard() as messages:
+        train(optimizer, params, range(5, 9))
+    assert not messages, "compression errors are there"
     assert_replicas(params)
     assert optimizer.stats.step == 9
 
@@ -406,7 +417,11 @@ def parameters_that_come_late() -> None:
     optimizer.add_param_group({"params": extra, "lr": 0.1})
     compressed = []
     for step in range(5, 10):
-        train(optimizer, [*params, *extra], [step])
+        optimizer.zero_grad()
+        backward([*params, *extra], step)
+        # the first step with them finds them, and sends them when backward is over
+        assert all((p in optimizer._handles) == (step > 5) for p in extra), "sent while backward runs"
+        optimizer.step()
         compressed.append(optimizer.stats.compressed_elements)
         assert_replicas([*params, *extra], f"step {step}")
     assert compressed == [73] * 2 + [336] * 3, compressed
@@ -655,24 +670,10 @@ def process_set() -> None:
 @check
 def notices() -> None:
     """Only one rank speaks."""
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    handler = Keep()
-    logger = logging.getLogger("hvd_onebit")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        params = parameters()
+    params = parameters()
+    with heard(logging.INFO) as messages:
         optimizer = distribute(Adam(params), freeze_step=2, measure=True)
         train(optimizer, params, range(4))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     texts = ("is early", "measured in", "Expected: float32", "compression starts:")
     said = [sum(text in message for message in messages) for text in texts]
     assert said == ([1] * 4 if hvd.rank() == 0 else [0] * 4), messages
