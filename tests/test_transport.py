@@ -6,8 +6,10 @@ import gc
 import importlib.util
 import json
 import os
+import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +164,34 @@ def test_bytes_that_peers_may_still_read_outlive_the_next_ones() -> None:
     before = memory.expose_bytes("m", shown[0])
     for number in (1, 2, 3):
         now = memory.expose_bytes("m", shown[number])
-        assert (memory.bytes_of(0, before, 5) == number - 1).all()
-        assert (memory.bytes_of(0, now, 5) == number).all()
+        assert (memory.gathered([before], [5]) == number - 1).all()
+        assert (memory.gathered([now], [5]) == number).all()
         before = now
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
+def test_memory_is_shown_from_several_threads_at_once() -> None:
+    """TensorFlow's operations run beside each other: every array has a place of its own, inside the file."""
+    memory = SharedMemory()
+    assert memory.open_peers([memory.key])
+
+    def show(number: int) -> list[tuple[int, Any]]:
+        arrays = [memory.zeros(1000 + number) for _ in range(50)]
+        for k, array in enumerate(arrays):
+            array[:] = 100 * number + k
+        return [(memory.expose("m", array), array) for array in arrays]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            shown = [each for part in threads.map(show, range(8)) for each in part]
+    finally:
+        sys.setswitchinterval(interval)
+    assert len({at for at, _ in shown}) == len(shown)
+    for at, array in shown:
+        assert at + array.nbytes <= os.fstat(memory._file.fileno()).st_size
+        assert (memory.mean("m", slice(0, len(array)), len(array), [at]) == array).all()
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")

@@ -249,7 +249,7 @@ class HorovodTransport:
     def groups(self, groups: HostGroups[Any]) -> TensorGroups:
         place = groups.place
         return TensorGroups(
-            _HorovodGroup(self, lambda: groups.inside, place.local_rank, place.local_size, "inside"),
+            _HorovodHostGroup(self, lambda: groups.inside, place.local_rank, place.local_size, "inside"),
             _HorovodGroup(self, lambda: groups.across, place.host, place.num_hosts, "across"),
         )
 
@@ -327,14 +327,19 @@ class _HorovodGroup:
         counts = [int(message.shape[0])] * self.size
         return self.alltoall(tf.tile(message, [self.size]), counts, receive_bytes, name=name)
 
-    def reduce_scatter(self, values: tf.Tensor, lengths: Sequence[int], *, name: str) -> tf.Tensor:
-        """The values go to the others, or word where in memory they lie: what is sent is known when it runs."""
-        types = [tf.uint8, tf.int32]
-        message, splits = on_host(
-            lambda array: self._find().offer(array, lengths, name=name), [values], types, stateful=False
+
+class _HorovodHostGroup(_HorovodGroup):
+    """The ranks of one host. What they send each other, or word where in memory it lies, is known when it runs."""
+
+    def allgather(self, message: tf.Tensor, receive_bytes: Sequence[int], *, name: str) -> tf.Tensor:
+        received = self._exchanged(lambda array: self._find().offer_bytes(array, name=name), message, name=name)
+        gathered = on_host(
+            lambda offers: self._find().bytes_of(offers, receive_bytes), [received], tf.uint8, stateful=False
         )
-        message, splits = tf.ensure_shape(message, [None]), tf.ensure_shape(splits, [self._everyone.size])
-        received = self._everyone.alltoall_by(message, splits, name=f"{self._name}.{name}")
+        return _shaped(gathered, receive_bytes)
+
+    def reduce_scatter(self, values: tf.Tensor, lengths: Sequence[int], *, name: str) -> tf.Tensor:
+        received = self._exchanged(lambda array: self._find().offer(array, lengths, name=name), values, name=name)
         mean = on_host(
             lambda offers: self._find().mean_of(offers, lengths, name=name), [received], tf.float32, stateful=False
         )
@@ -342,6 +347,11 @@ class _HorovodGroup:
 
     def zeros(self, num_elements: int) -> HostArray:
         return self._find().zeros(num_elements)
+
+    def _exchanged(self, offer: Callable[[HostArray], Any], given: tf.Tensor, *, name: str) -> tf.Tensor:
+        message, splits = on_host(offer, [given], [tf.uint8, tf.int32], stateful=False)
+        message, splits = tf.ensure_shape(message, [None]), tf.ensure_shape(splits, [self._everyone.size])
+        return self._everyone.alltoall_by(message, splits, name=f"{self._name}.{name}")
 
 
 class _HorovodOnHost:
@@ -454,8 +464,23 @@ class _HorovodSubgroup:
             return values.view(np.uint8), np.array(self.spread(counts), np.int32)
         # everybody is told where the values are: they stay there until all have read them, since no rank gets to the
         # next step's before the others have sent what they made of these
-        at = np.array([self._memory.expose(name, values)], np.int64).view(np.uint8)
+        return self._told_to_all(self._memory.expose(name, values))
+
+    def offer_bytes(self, message: HostArray, *, name: str) -> tuple[HostArray, HostArray]:
+        """The same for an allgather of bytes."""
+        if self._memory is None:
+            return np.tile(message, self.size), np.array(self.spread([len(message)] * self.size), np.int32)
+        return self._told_to_all(self._memory.expose_bytes(name, message) if len(message) else 0)
+
+    def _told_to_all(self, place: int) -> tuple[HostArray, HostArray]:
+        at = np.array([place], np.int64).view(np.uint8)
         return np.tile(at, self.size), np.array(self.spread([len(at)] * self.size), np.int32)
+
+    def bytes_of(self, offers: HostArray, lengths: Sequence[int]) -> HostArray:
+        """The members' bytes end to end, from what they have offered."""
+        if self._memory is None:
+            return offers
+        return self._memory.gathered([int(at) for at in offers.view(np.int64)], lengths)
 
     def mean_of(self, offers: HostArray, lengths: Sequence[int], *, name: str) -> HostArray:
         """This rank's part of the mean, from what all members have offered."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -203,12 +202,8 @@ class _Subgroup:
         places = self._everyone.allgather(at, [1] * self._everyone.size, name=f"{self._name}.{name}")
 
         def collect(places: Tensor) -> Tensor:
-            parts = [
-                memory.bytes_of(peer, int(places[rank]), length)
-                for peer, (rank, length) in enumerate(zip(self._ranks, receive_bytes, strict=True))
-                if length
-            ]
-            return torch.from_numpy(np.concatenate(parts)) if parts else message.new_empty(0)
+            written = [int(places[rank]) for rank in self._ranks]
+            return torch.from_numpy(memory.gathered(written, receive_bytes))
 
         return _Then(places.ready, places.wait, collect)
 

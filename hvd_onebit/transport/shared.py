@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,9 @@ def share_memory(memory: SharedMemory, transport: Transport[Any], ranks: Sequenc
 
 def _take_back(owner: weakref.ref[SharedMemory], address: int, num_elements: int, memory: mmap.mmap) -> None:
     if (shared := owner()) is not None:
-        shared._free.setdefault(num_elements, []).append((shared._places.pop((address, num_elements)), memory))
+        with shared._lock:
+            at = shared._places.pop((address, num_elements))
+            shared._free.setdefault(num_elements, []).append((at, memory))
 
 
 class SharedMemory:
@@ -63,6 +66,8 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._file = None
+        # TensorFlow calls from several threads; a finalizer may run in the midst of what is locked
+        self._lock = threading.RLock()
         self._places: dict[tuple[int, int], int] = {}
         self._free: dict[int, list[tuple[int, mmap.mmap]]] = {}
         self._copies: dict[tuple[str, int], Floats] = {}
@@ -103,12 +108,13 @@ class SharedMemory:
 
     def zeros(self, num_elements: int) -> Floats:
         """Zeros (float32, shape (num_elements,)) that the peers can read where they lie; freed as any array is."""
-        free = self._free.get(num_elements)
-        at, memory = free.pop() if free else self._allocate(num_elements)
-        array = np.frombuffer(memory, np.float32)
+        with self._lock:
+            free = self._free.get(num_elements)
+            at, memory = free.pop() if free else self._allocate(num_elements)
+            array = np.frombuffer(memory, np.float32)
+            address = array.ctypes.data
+            self._places[address, num_elements] = at
         array[:] = 0
-        address = array.ctypes.data
-        self._places[address, num_elements] = at
         # not a method of self: what a finalizer holds lives as long as the array, which may be self's own
         weakref.finalize(array, _take_back, weakref.ref(self), address, num_elements, memory).atexit = False
         return array
@@ -140,9 +146,19 @@ class SharedMemory:
         copy.view(np.uint8)[: len(data)] = data
         return self._places[copy.ctypes.data, len(copy)]
 
-    def bytes_of(self, peer: int, at: int, num_bytes: int) -> Bytes:
-        """What `expose_bytes` put there, where it lies: peers are counted in the order of `open_peers`."""
-        return self._view(peer, at, -(-num_bytes // _FLOAT_BYTES)).view(np.uint8)[:num_bytes]
+    def gathered(self, places: Sequence[int], lengths: Sequence[int]) -> Bytes:
+        """A copy of what all peers have at `places`, end to end.
+
+        Args:
+            places: what `expose_bytes` returned to each peer, in the order of `open_peers`; anything where it is empty.
+            lengths: bytes of each peer.
+        """
+        parts = [
+            self._view(peer, at, -(-length // _FLOAT_BYTES)).view(np.uint8)[:length]
+            for peer, (at, length) in enumerate(zip(places, lengths, strict=True))
+            if length
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def mean(self, name: str, own: slice, num_elements: int, places: Sequence[int]) -> Floats:
         """The mean of what all peers have at `places`, elements `own` of each.
