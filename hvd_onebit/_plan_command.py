@@ -10,6 +10,7 @@ from dataclasses import asdict
 from hvd_onebit import planner
 from hvd_onebit._arguments import as_count, as_rate, as_seconds
 from hvd_onebit.bench import kernel_seconds, print_table
+from hvd_onebit.hosts import AUTO_LEAST_RANKS
 from hvd_onebit.threads import num_threads
 
 __all__ = ["add_arguments", "main"]
@@ -73,14 +74,22 @@ def main(args: argparse.Namespace) -> int:
         (each.method, *(f"{value:,.1f}" for value in (each.link_bytes / 1e6, *_milliseconds(each))))
         for each in (plan.float32, *plan.compressed)
     ]
-    print_table(("a step", "MB a host sends", "wire, ms", "kernels, ms", "together, ms"), rows)
     if args.hosts == 1:
-        print("Ranks of one host do not use a link, so the figures do not hold there: compression does not pay.")
-    else:
-        print(planner.verdict(plan))
+        print("Ranks of one host do not use a link: compression does not pay there.")
+        return 0
+    print_table(("a step", "MB a host sends", "wire, ms", "kernels, ms", "together, ms"), rows)
+    print(planner.verdict(plan))
     if args.compute_seconds is not None:
         print(_prediction(plan, args.compute_seconds))
-    print("A model, not a measurement: hvd-onebit bench network measures on this machine.")
+    if args.ranks_per_host >= AUTO_LEAST_RANKS:
+        print(
+            f"Counted among all ranks alike. By default {args.ranks_per_host} ranks of a host exchange hierarchically, "
+            "which sends less."
+        )
+    print(
+        "A model, not a measurement: of float32 only the wire is counted, not its own work on the processor. "
+        "hvd-onebit bench network measures on this machine."
+    )
     return 0
 
 

@@ -139,7 +139,7 @@ def _show(name: str, value: Any) -> str:
         return "compiled C" if value else "NumPy"
     if isinstance(value, list):
         value = " and ".join(map(str, value)) or "nothing"
-    return _WORDS.get(name, name.replace("_", " ") + " {}").format(value)
+    return _WORDS.get(name, (name if name.isupper() else name.replace("_", " ")) + " {}").format(value)
 
 
 def examine() -> Report:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 from collections.abc import Sequence
 
 from hvd_onebit.options import CompressionOptions
@@ -79,6 +80,8 @@ def never_compressed(freeze_step: int | str, stats: Stats) -> None:
     """Said when the interpreter ends and training was still in its warm-up."""
     if not stats.bytes_sent[WARM_UP] or stats.bytes_sent[COMPRESSION]:
         return
+    if getattr(sys, "last_value", None) is not None:
+        return  # an error has ended it: that is what to look at
     log.warning(
         "the run ended in its warm-up, at step %d, so that nothing was compressed: freeze_step=%s; a good one is 10 to "
         "25 %% of all steps",
@@ -142,6 +145,8 @@ def measured(plan: RunPlan, options: CompressionOptions) -> None:
         values += [faster.method, bucket_elements, 1e3 * faster.seconds]
     if not plan.pays:
         text += ". It is compressed all the same, as asked"
+    if found.on_one_host:
+        text += ". All ranks are on one host: what is measured there says nothing of a network between hosts"
     text += ". Measured once: other work on the cores distorts it, so compare the time of real steps"
     log.log(logging.INFO if plan.pays else logging.WARNING, text, *values)
 

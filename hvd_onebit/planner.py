@@ -233,11 +233,13 @@ class Measurement:
         network: what collectives cost.
         speeds: of the slowest rank's kernels.
         seconds: that measuring took.
+        on_one_host: whether all ranks are: then every rank counts as a host of the network.
     """
 
     network: Network
     speeds: KernelSpeeds
     seconds: float
+    on_one_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -377,8 +379,8 @@ def verdict(plan: Plan) -> str:
         )
     if plan.speed_up > 1 / _LEAST_SPEED_UP:
         return (
-            f"Compression makes little difference here: {method} and float32 are expected to take about as long "
-            f"({round(-milliseconds, 1) + 0.0:+,.1f} ms a step), less apart than such an estimate is good for."
+            f"Compression makes little difference here: {method} is expected to take {abs(milliseconds):,.1f} ms a "
+            f"step {'less' if milliseconds > 0 else 'more'} than float32, and such an estimate is no better than that."
         )
     return (
         f"Compression does not pay here: {method} takes {1 / plan.speed_up:.1f} times as long as float32 "

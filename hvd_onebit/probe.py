@@ -71,7 +71,7 @@ def measure(
     costs = probe.costs()
     speeds = KernelSpeeds(*probe.of_the_slowest(_kernel_seconds(codec)))
     seconds = max(probe.of_the_slowest([time.perf_counter() - begin]))
-    return Measurement(Network(num_hosts, ranks_per_host, **costs), speeds, seconds)
+    return Measurement(Network(num_hosts, ranks_per_host, **costs), speeds, seconds, on_one_host=not several)
 
 
 class _Probe(Generic[Array]):

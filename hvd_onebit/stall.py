@@ -101,7 +101,10 @@ class Wait:
     def told(self, error: BaseException) -> None:
         """Adds to an error which has ended the wait what was waited for."""
         seconds = time.monotonic() - self._start
-        error.add_note(f"hvd_onebit: rank {self._rank} had waited {seconds:.0f} s for other ranks {self._what}")
+        error.add_note(
+            f"hvd_onebit: rank {self._rank} had waited {seconds:.0f} s for other ranks {self._what}. One of them has "
+            "failed or is gone: the launcher's output names the first. Go on from a checkpoint"
+        )
 
 
 class StallWatch:

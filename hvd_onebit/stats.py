@@ -116,7 +116,7 @@ class Stats:
             parts.append(f"{self.compressed_elements:,} elements as one bit")
             parts.append(f"{self.full_precision_elements:,} in full precision")
         if self.steps_skipped:
-            parts.append(f"{self.steps_skipped} steps skipped")
+            parts.append(f"{self.steps_skipped} step{'s' if self.steps_skipped > 1 else ''} skipped")
         if self.plan is not None:
             parts.append(f"an exchange expected {self.plan.speed_up:.1f} times as fast as float32's")
         return f"<{', '.join(parts)}>"

@@ -150,9 +150,14 @@ def test_doctor_reports_what_is_broken(tmp_path: Path) -> None:
 
 
 def test_doctor_speaks_to_people() -> None:
-    found = {"horovod.torch": {"version": "0.28.1", "built_with": ["gloo", "mpi"]}, "kernels": {"native": True}}
+    found = {
+        "horovod.torch": {"version": "0.28.1", "built_with": ["gloo", "mpi"]},
+        "kernels": {"native": True},
+        "threads": {"OMP_NUM_THREADS": 1},
+    }
     lines = doctor.Report(tuple(doctor.Finding(*each) for each in found.items())).to_text().splitlines()
     assert lines[:2] == ["  horovod.torch  0.28.1, built with gloo and mpi", "  kernels        compiled C"]
+    assert lines[2].split() == ["threads", "OMP_NUM_THREADS", "1"]
     assert lines[-1] == "All that is needed works. To start two ranks: horovodrun --gloo -np 2 python train.py"
 
 

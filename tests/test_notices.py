@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from hvd_onebit import notices
 from hvd_onebit.options import CompressionOptions
+from hvd_onebit.planner import Cluster, KernelSpeeds, Measurement, plan_run
 from hvd_onebit.schedule import FreezeSchedule
 from hvd_onebit.stats import COMPRESSION, WARM_UP
 
@@ -42,6 +44,22 @@ def test_a_run_that_ends_in_warm_up_is_told_of_at_its_end(freeze_step: Any, stag
     assert done.stdout == "done\n"
     assert done.stderr.count("the run ended in its warm-up") == bool(told)
     assert told in done.stderr
+
+
+def test_a_run_that_an_error_has_ended_is_told_of_that_alone() -> None:
+    script = SCRIPT.format(freeze_step=50, stages=[WARM_UP]) + "raise SystemError('the cause')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("SystemError: the cause")
+
+
+@pytest.mark.parametrize("on_one_host", [True, False])
+def test_a_measurement_on_one_host_is_called_that(on_one_host: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    network, speeds = Cluster(2, 1, 1e9).network(), KernelSpeeds(1e-9, 3e-10, 1e-10)
+    options = CompressionOptions()
+    notices.measured(plan_run(Measurement(network, speeds, 0.1, on_one_host=on_one_host), 10**6, options), options)
+    assert ("All ranks are on one host" in caplog.text) == on_one_host
 
 
 @pytest.mark.parametrize(

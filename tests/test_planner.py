@@ -101,13 +101,16 @@ def test_the_command_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) ->
     assert "100,000,000 parameters, 2 hosts with 1 rank each, 100mbit" in text
     assert "Compression pays: one_shot is" in text
     assert "With 1 s of computation a step is" in text
+    assert "hierarchically" not in text
     assert main(["plan", "--num-elements", "1000", "--rate", "100gbit", "--hosts", "4", "--ranks-per-host", "8"]) == 0
-    assert "Compression makes little difference here" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "Compression makes little difference here" in text
+    assert "8 ranks of a host exchange hierarchically, which sends less" in text
     assert main(["plan", "--num-elements", "1000", "--hosts", "1", "--ranks-per-host", "2"]) == 0
     text = capsys.readouterr().out
     assert "1 host with 2 ranks each" in text
-    assert "Compression pays" not in text
-    assert "Ranks of one host do not use a link" in text
+    assert "float32" not in text
+    assert "Ranks of one host do not use a link: compression does not pay there." in text
 
 
 def test_what_hides_behind_computation_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ def test_printed_they_are_a_line_for_people() -> None:
     stats.end_step(COMPRESSION, skipped=True)
     assert str(stats) == (
         "<step 1, compression since step 1, 13,358 bytes a step (31.5 times fewer than float32), "
-        "105,194 elements as one bit, 0 in full precision, 1 steps skipped>"
+        "105,194 elements as one bit, 0 in full precision, 1 step skipped>"
     )
     stats.plan = plan_run(Measurement(Cluster(2, 1, 1e9).network(), SPEEDS, 0.1), 105_194, CompressionOptions())
     assert f"skipped, an exchange expected {stats.plan.speed_up:.1f} times as fast as float32's>" in str(stats)
