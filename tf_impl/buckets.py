@@ -9,6 +9,7 @@ and beside backward.
 from __future__ import annotations
 
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,10 +31,9 @@ from hvd_onebit.tensorflow import codec
 from hvd_onebit.tensorflow.rules import Moment, Rule, Tensors
 from hvd_onebit.tensorflow.transport import TensorGroup, TensorGroups, TensorTransport, on_host
 
-__all__ = ["DeviceBucket", "ExchangedBucket", "HostBucket", "Hosts", "Inputs", "Sent", "Updates"]
+__all__ = ["DeviceBucket", "ExchangedBucket", "HostBucket", "Hosts", "Inputs", "Memory", "Sent", "Updates"]
 
 Floats = npt.NDArray[np.float32]
-_WORKING_ARRAYS = 2  # as long as a bucket: gradients, which become parameters, and the momentum
 _ALIGNMENT = 64  # what TensorFlow asks of memory that it takes over without a copy
 
 
@@ -44,6 +44,7 @@ class Inputs:
     gradients: Sequence[tf.Tensor]
     parameters: Sequence[tf.Tensor]
     momenta: Sequence[tf.Tensor]
+    """One that the bucket keeps as bits has no elements."""
     variances: Sequence[tf.Tensor]
     """Empty for rules that have none, and so `fresh`."""
     fresh: Sequence[tf.Tensor]
@@ -69,6 +70,11 @@ class Sent:
     finite: tf.Tensor
     new_errors: tuple[tf.Tensor | None, ...] = ()
     live: tf.Tensor | None = None
+    given: Sequence[tf.Tensor] = ()
+    """What was compressed was made of these, by `gather`."""
+    gather: Callable[..., Any] | None = None
+    momenta: Sequence[tf.Tensor] = ()
+    """As floats, of a bucket on a device."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class Updates:
 
     parameters: Sequence[tf.Tensor]
     momenta: Sequence[tf.Tensor]
+    """Flat; of no elements where the bucket keeps it."""
     fresh: Sequence[tf.Tensor]
     columns: Sequence[tf.Tensor]
     """Each variable's column of `Inputs.scalars`; none if the rule keeps no scalars."""
@@ -134,6 +141,10 @@ class ExchangedBucket(Protocol):
 
     def rollback(self, sent: Sent) -> None: ...
 
+    def momenta(self, inputs: Inputs) -> list[tf.Tensor]:
+        """The momenta as floats, flat, wherever they are kept."""
+        ...
+
     def errors(self) -> dict[str, Floats | None]: ...
 
     def errors_on_host(self) -> AbstractContextManager[CompressedAllreduce[Any]]:
@@ -149,20 +160,44 @@ class ExchangedBucket(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What is compressed, as the core's exchange takes it: beta1*momentum + (1-beta1)*gradient."""
+
+    gradient: Floats
+    momentum: Floats | None = None
+    beta1: float = 0.0
+    from_kept: bool = False
+
+
 class HostBucket:
-    """Through the core's exchange and kernels, on the tensors' own memory."""
+    """Through the core's exchange and kernels, on the tensors' own memory.
+
+    Args:
+        bucket: its layout.
+        members: the variables in it.
+        keeps: whether the momentum of each is kept as bits.
+        transport: among all ranks.
+        options: what the user chose.
+        rule: what the variables' optimizer sends and applies.
+        memory: to work in, shared with other buckets.
+        hosts: of a hierarchical exchange.
+    """
 
     def __init__(
         self,
         bucket: Bucket,
         members: Sequence[int],
+        keeps: Sequence[bool],
         transport: TensorTransport,
         options: CompressionOptions,
         rule: Rule,
+        memory: Memory,
         hosts: Hosts | None = None,
     ) -> None:
         self.bucket = bucket
         self.members = tuple(members)
+        self._keeps = tuple(keeps)
         self.checksum = 0
         self.shared_error: Floats | None = None
         self._transport = transport
@@ -179,10 +214,9 @@ class HostBucket:
         self.bytes_sent, self.bytes_sent_inside = _bytes_sent(self._exchange)
         self._groups = None if hosts is None else hosts.groups
         self._values: Floats | None = None
-        self._memory = _Memory(bucket.num_elements)
-        self._gradient: Floats | None = None
-        self._momentum: Floats | None = None
-        self._given: tuple[Floats, Floats | None, float] | None = None
+        self._memory = memory
+        self._given: _Given | None = None
+        self._mean: Floats | None = None
         self._live_for: bytes | None = None
 
     @property
@@ -191,51 +225,40 @@ class HostBucket:
 
     def reserve(self) -> None:
         """Allocates the memory that steps work in, now rather than in the middle of one."""
-        self._memory.reserve(_WORKING_ARRAYS)
+        self._memory.reserve(self.bucket.num_elements)
 
     def exchange(self, inputs: Inputs) -> Sent:
         """Collective: compress, send, reduce, send, in the graph."""
         needs_variances = self._rule.sends_by_variance or (self._options.dead == "hold" and self._rule.has_variance)
         variances = inputs.variances if needs_variances else []
         arrays = [*inputs.gradients, *inputs.momenta, *variances]
-        return self._send(lambda *given: self._prepare(_moment(*given[:4]), given[4:]), [*inputs.moment, *arrays])
+        return self._send(self._gather, [*inputs.moment, *arrays])
 
     def exchange_values(self, values: Sequence[tf.Tensor], live: Sequence[tf.Tensor]) -> Sent:
         """Collective: the same with values of the caller's own."""
-        count = len(self.members)
-
-        def gather(*arrays: Any) -> None:
-            self._set_live_where(arrays[count:])
-            given = self._memory_to_send()
-            np.concatenate(arrays[:count], out=given)
-            self._given = (given, None, 0.0)
-
-        return self._send(gather, [*values, *live])
+        return self._send(self._gather_values, [*values, *live])
 
     def averages(self, sent: Sent, takes_checksum: tf.Tensor) -> list[tf.Tensor]:
         """The means, from the bits that all ranks have."""
 
         def average(takes: Any) -> Any:
-            self._given = None
-            averaged = self._memory.take()
+            averaged = self._take()
             self._exchange.average(averaged)
             self.checksum = zlib.crc32(self._exchange.checksum_bytes()) if takes else 0
-            self._exchange.commit()
+            self._end_step()
             return self._views(averaged)
 
         with tf.control_dependencies([sent.finite]):
             means = on_host(average, [takes_checksum], [tf.float32] * len(self.members), stateful=False)
         return [tf.ensure_shape(mean, [size]) for mean, size in zip(means, self.bucket.sizes, strict=True)]
 
-    def _send(self, gather: Callable[..., None], inputs: Sequence[tf.Tensor]) -> Sent:
-        """The exchange of what `gather`, called with the inputs' arrays, leaves in `_given`."""
+    def _send(self, gather: Callable[..., _Given], inputs: Sequence[tf.Tensor]) -> Sent:
+        """The exchange of what `gather` makes of the inputs' arrays."""
         exchange, name = self._exchange, self.bucket.name
         group: TensorGroup = self._transport if self._groups is None else self._groups.across
 
         def compress(*arrays: Any) -> Any:
-            gather(*arrays)
-            assert self._given is not None
-            return exchange.compress(*self._given)
+            return self._compress(gather(*arrays))
 
         if self._groups is None:
             message = on_host(compress, inputs, tf.uint8, stateful=False)
@@ -251,22 +274,24 @@ class HostBucket:
             gathered = self._groups.inside.allgather(gathered, exchange.inside_bytes, name=f"{name}.share")
         finite = on_host(lambda every: np.bool_(exchange.accept(every)), [gathered], tf.bool, stateful=False)
         finite.set_shape([])
-        return Sent(gathered, finite)
+        return Sent(gathered, finite, given=inputs, gather=gather)
+
+    def _compress(self, given: _Given) -> Any:
+        return self._exchange.compress(given.gradient, given.momentum, given.beta1, from_kept=given.from_kept)
 
     def _compress_mean(
-        self, groups: TensorGroups, gather: Callable[..., None], inputs: Sequence[tf.Tensor]
+        self, groups: TensorGroups, gather: Callable[..., _Given], inputs: Sequence[tf.Tensor]
     ) -> tf.Tensor:
         """The host's mean first; the message of this rank's shard of it."""
 
         def gathered(*arrays: Any) -> Any:
-            gather(*arrays)
-            assert self._given is not None
-            return self._given[0]
+            self._given = gather(*arrays)
+            return self._given.gradient
 
         def compress(mean: Any) -> Any:
             assert self._given is not None
-            self._given = (mean, *self._given[1:])
-            return self._exchange.compress(*self._given)
+            given, self._given, self._mean = self._given, None, mean
+            return self._compress(replace(given, gradient=mean))
 
         values = tf.ensure_shape(on_host(gathered, inputs, tf.float32, stateful=False), [self.bucket.num_elements])
         name = f"{self.bucket.name}.reduce_scatter"
@@ -276,7 +301,7 @@ class HostBucket:
     def commit(self, inputs: Inputs, sent: Sent) -> Updates:
         """The update, from the bits that all ranks have."""
         count = len(self.members)
-        lists = [inputs.parameters, inputs.variances, inputs.fresh]
+        lists = [inputs.parameters, inputs.momenta, inputs.variances, inputs.fresh]
         num_fresh, num_rows = len(inputs.fresh), int(inputs.scalars.shape[0])
 
         def update(*given: Any) -> Any:
@@ -292,95 +317,134 @@ class HostBucket:
 
     def rollback(self, sent: Sent) -> None:
         """Puts the error feedback back to what it was, to rounding."""
+        gather = sent.gather
+        assert gather is not None
 
-        def undo() -> Any:
-            assert self._given is not None
-            self._exchange.rollback(*self._given)
+        def undo(*arrays: Any) -> Any:
+            # made again, so that nobody has to keep it until the step's end
+            given: _Given = gather(*arrays)
+            gradient = given.gradient if self._mean is None else self._mean
+            self._exchange.rollback(gradient, given.momentum, given.beta1, from_kept=given.from_kept)
+            self._mean = None
             return np.bool_(True)
 
         with tf.control_dependencies([sent.finite]):
-            on_host(undo, [], tf.bool)
+            on_host(undo, sent.given, tf.bool)
+
+    def momenta(self, inputs: Inputs) -> list[tf.Tensor]:
+        """The momenta as floats, wherever they are kept."""
+        variances = inputs.variances if self._rule.sends_by_variance else []
+
+        def floats(*given: Any) -> Any:
+            moment, arrays = _moment(*given[:4]), given[4:]
+            count = len(self.members)
+            return [view.copy() for view in self._views(self._floats_of(moment, arrays[:count], arrays[count:]))]
+
+        types = [tf.float32] * len(self.members)
+        return list(on_host(floats, [*inputs.moment, *inputs.momenta, *variances], types))
 
     # -- on arrays --
 
-    def _prepare(self, moment: Moment, arrays: Sequence[Floats]) -> None:
-        count = len(self.members)
+    def _gather(self, *given: Any) -> _Given:
+        moment, arrays, count = _moment(*given[:4]), given[4:], len(self.members)
         gradients, momenta, variances = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
         self._set_live(moment.table, variances)
-        self._gradient = values = self._memory_to_send()
+        values = self._memory_to_send()
         np.concatenate(gradients, out=values)
-        momentum = self._gather_momentum(momenta)
         beta1 = self._rule.sent_momentum
+        if beta1 is not None and not any(len(m) for m in momenta) and self._exchange.has_kept:
+            return _Given(values, None, beta1, from_kept=True)
+        momentum = self._floats_of(moment, momenta, variances)
         if beta1 is not None:
-            self._given = (values, momentum, beta1)
-            return
+            return _Given(values, momentum, beta1)
         views = zip(self.members, self._views(values), self._views(momentum), strict=True)
         for i, (index, view, old) in enumerate(views):
             variance = variances[i] if self._rule.sends_by_variance else None
             numbers = _rounded(self._rule.numbers(index, moment))
             view[:] = self._rule.to_send(view, old, variance, numbers, _HOST)
-        self._given = (values, None, 0.0)
+        return _Given(values)
+
+    def _gather_values(self, *arrays: Any) -> _Given:
+        count = len(self.members)
+        self._set_live_where(arrays[count:])
+        values = self._memory_to_send()
+        np.concatenate(arrays[:count], out=values)
+        return _Given(values)
+
+    def _take(self) -> Floats:
+        return self._memory.take(self.bucket.num_elements)
 
     def _memory_to_send(self) -> Floats:
         """For what is compressed, or read by the other ranks of the host until the step's end."""
         if self._groups is None:
-            return self._memory.take()
+            return self._take()
         if self._values is None:
             self._values = self._groups.inside.zeros(self.bucket.num_elements)
         return self._values
 
-    def _gather_momentum(self, momenta: Sequence[Floats]) -> Floats:
-        """All momenta end to end: the last step's own output, as long as TensorFlow still uses its memory."""
-        if self._momentum is not None:
-            places = list(zip(self._views(self._momentum), momenta, strict=True))
-            moved = [(view, m) for view, m in places if view.ctypes.data != m.ctypes.data]
-            if not any(_can_be_shared(view) for view, _ in moved):
-                for view, m in moved:
-                    view[:] = m
-                return self._momentum
-        self._momentum = self._memory.take()
-        np.concatenate(momenta, out=self._momentum)
-        return self._momentum
+    def _floats_of(self, moment: Moment, momenta: Sequence[Floats], variances: Sequence[Floats]) -> Floats:
+        """All momenta end to end, as floats; the variances are needed if the rule `sends_by_variance`."""
+        flat = self._take()
+        parts = list(zip(self.members, self.bucket.sizes, self._views(flat), momenta, strict=True))
+        are_kept = any(len(m) < size for _, size, _, m in parts)
+        if are_kept:
+            self._exchange.kept(flat)
+        for i, (index, size, view, m) in enumerate(parts):
+            if len(m) == size:
+                view[:] = m
+            else:
+                numbers = _rounded(self._rule.numbers(index, moment))
+                variance = variances[i] if self._rule.sends_by_variance else None
+                view[:] = self._rule.momentum_from(view, variance, numbers, _HOST)
+        return flat
 
     def _update(
-        self, moment: Moment, parameters: Sequence[Floats], variances: Sequence[Floats], fresh: Sequence[Floats]
+        self,
+        moment: Moment,
+        parameters: Sequence[Floats],
+        momenta: Sequence[Floats],
+        variances: Sequence[Floats],
+        fresh: Sequence[Floats],
     ) -> list[Any]:
-        assert self._gradient is not None
-        assert self._momentum is not None
         rule, exchange = self._rule, self._exchange
-        old_momenta = self._views(self._momentum)
-        # the gradients are used up, and TensorFlow takes what is returned as the variables' new memory
-        new_parameters = self._views(self._gradient if self._groups is None else self._memory.take())
-        self._momentum = self._memory.take()
-        new_momenta = self._views(self._momentum)
-        new_fresh = self._views(self._memory.take()) if fresh else []
-        self._given = self._gradient = None
+        # TensorFlow takes what is returned as the variables' new memory
+        new_parameters = self._views(self._take())
+        new_momenta: list[Floats] = []
+        new_fresh = self._views(self._take()) if fresh else []
         columns = moment.scalars[:, list(self.members)]
         averaged: list[Floats] | None = None
         if not rule.fuses:
-            every = np.empty(self.bucket.num_elements, np.float32)
+            every = self._take()
             exchange.average(every)
             averaged = self._views(every)
+            momenta = self._views(self._floats_of(moment, momenta, variances))
         for i, (index, offset) in enumerate(zip(self.members, self.bucket.offsets, strict=True)):
+            is_frozen = bool(moment.table[FROZEN_STEP, index])
+            keeps = is_frozen and self._keeps[i]
             variance = variances[i] if variances else None
-            old = Tensors(parameters[i], old_momenta[i], fresh[i] if fresh else None, columns[:, i])
-            new = old
-            if moment.table[FROZEN_STEP, index] and averaged is not None:
+            new = Tensors(parameters[i], momenta[i], fresh[i] if fresh else None, columns[:, i])
+            if is_frozen and averaged is not None:
                 numbers = _rounded(rule.numbers(index, moment))
-                new = rule.apply(index, old, averaged[i], variance, np.float32(moment.lr), numbers, _HOST)
-            new_parameters[i][:], new_momenta[i][:] = new.parameter, new.momentum
+                new = rule.apply(index, new, averaged[i], variance, np.float32(moment.lr), numbers, _HOST)
+            new_parameters[i][:] = new.parameter
+            new_momenta.append(np.empty(0, np.float32) if keeps else new.momentum.copy())
             if fresh:
                 new_fresh[i][:] = new.fresh
             if new.column is not None:
                 columns[:, i] = new.column
-            if moment.table[FROZEN_STEP, index] and averaged is None:
+            if is_frozen and averaged is None:
                 numbers = rule.numbers(index, moment)
-                rule.apply_from_bits(exchange, offset, new_parameters[i], new_momenta[i], variance, numbers)
+                momentum = None if keeps else new_momenta[i]
+                rule.apply_from_bits(exchange, offset, new_parameters[i], momentum, variance, numbers)
         every_steps = self._options.check_every
         is_checked = every_steps and (moment.step + 1) % every_steps == 0
         self.checksum = zlib.crc32(exchange.checksum_bytes()) if is_checked else 0
-        exchange.commit()
+        self._end_step(keep=any(self._keeps))
         return [*new_parameters, *new_momenta, *new_fresh, columns]
+
+    def _end_step(self, *, keep: bool = False) -> None:
+        self._exchange.commit(keep=keep)
+        self._mean = None
 
     def _views(self, flat: Floats) -> list[Floats]:
         edges = zip(self.bucket.offsets, self.bucket.sizes, strict=True)
@@ -436,8 +500,8 @@ class HostBucket:
 
     def forget(self) -> None:
         """Drops what belongs to a state that has been replaced."""
-        self._live_for = self._given = self._gradient = self._momentum = self.shared_error = None
-        self._exchange.commit()
+        self._live_for = self._given = self.shared_error = None
+        self._end_step()
         for error in self.errors().values():
             if error is not None:
                 error[:] = 0.0
@@ -450,13 +514,16 @@ class DeviceBucket:
         self,
         bucket: Bucket,
         members: Sequence[int],
+        keeps: Sequence[bool],
         transport: TensorTransport,
         options: CompressionOptions,
         rule: Rule,
+        memory: Memory,
         hosts: Hosts | None = None,
     ) -> None:
         self.bucket = bucket
         self.members = tuple(members)
+        self._keeps = tuple(keeps)
         self.checksum = 0
         self.shared_error: Floats | None = None
         self._transport = transport
@@ -475,6 +542,10 @@ class DeviceBucket:
         self.bytes_sent, self.bytes_sent_inside = _bytes_sent(self._layout)
         self._worker_error: tf.Variable | None = None
         self._server_error: tf.Variable | None = None
+        self._kept: tf.Variable | None = None
+        if any(keeps):
+            sent = self._layout.allgather_bytes if self._groups is None else self._layout.inside_bytes
+            self._kept = tf.Variable(tf.zeros([sum(sent)], tf.uint8), trainable=False, name="kept")
         if options.error_feedback:
             own, (start, stop) = self._layout.own_chunk, self._layout.shard
             self._worker_error = tf.Variable(tf.zeros([stop - start]), trainable=False, name="worker_error")
@@ -487,12 +558,39 @@ class DeviceBucket:
     def exchange(self, inputs: Inputs) -> Sent:
         """Collective: compress, send, reduce, send, in the graph."""
         momentum: tf.Tensor | None = None
+        inputs = replace(inputs, momenta=self.momenta(inputs))
         if self._groups is not None and self._rule.sent_momentum is not None:
             # as on the host: gradients are averaged inside it, and the momentum, which all have, comes in afterwards
             values, momentum = tf.concat(inputs.gradients, 0), tf.concat(inputs.momenta, 0)
         else:
             values = self._momentum_to_send(inputs)
-        return self._send(values, self._live(inputs), momentum)
+        return replace(self._send(values, self._live(inputs), momentum), momenta=inputs.momenta)
+
+    def momenta(self, inputs: Inputs) -> list[tf.Tensor]:
+        """The momenta as floats, wherever they are kept."""
+        stored, sizes = self._kept, self.bucket.sizes
+        if stored is None:
+            return list(inputs.momenta)
+        gone = [
+            tf.size(m) == 0 if keeps else tf.constant(False)
+            for m, keeps in zip(inputs.momenta, self._keeps, strict=True)
+        ]
+        flat = tf.cond(
+            tf.reduce_any(tf.stack(gone)),
+            lambda: self._decoded(tf.convert_to_tensor(stored), self._live(inputs)),
+            lambda: tf.zeros([self.bucket.num_elements]),
+        )
+        numbers = self._numbers(inputs)
+        momenta = []
+        for i, (part, m) in enumerate(zip(tf.split(flat, list(sizes)), inputs.momenta, strict=True)):
+            variance = inputs.variances[i] if inputs.variances else None
+            momentum = tf.cond(
+                gone[i],
+                lambda i=i, part=part, variance=variance: self._rule.momentum_from(part, variance, numbers[i], _DEVICE),
+                lambda m=m: m,
+            )
+            momenta.append(tf.ensure_shape(momentum, [sizes[i]]))
+        return momenta
 
     def exchange_values(self, values: Sequence[tf.Tensor], live: Sequence[tf.Tensor]) -> Sent:
         """Collective: the same with values of the caller's own."""
@@ -545,20 +643,24 @@ class DeviceBucket:
         """Every segment, whole."""
         return self._layout.pieces(0, self.bucket.num_elements)
 
-    def _commit_average(self, sent: Sent, live: tf.Tensor | None) -> tf.Tensor:
-        averaged = [
+    def _decoded(self, gathered: tf.Tensor, live: tf.Tensor | None) -> tf.Tensor:
+        parts = [
             codec.average(
-                _messages(sent.gathered, piece),
+                _messages(gathered, piece),
                 piece.num_elements,
                 block=piece.block,
                 live=None if live is None else live[piece.low : piece.high],
             )
             for piece in self._pieces
         ]
+        return tf.concat(parts, 0)
+
+    def _commit_average(self, sent: Sent, live: tf.Tensor | None) -> tf.Tensor:
+        averaged = self._decoded(sent.gathered, live)
         for variable, new_error in zip((self._worker_error, self._server_error), sent.new_errors, strict=True):
             if variable is not None:
                 variable.assign(new_error)
-        return tf.concat(averaged, 0)
+        return averaged
 
     def commit(self, inputs: Inputs, sent: Sent) -> Updates:
         """The update, from the bits that all ranks have."""
@@ -568,14 +670,18 @@ class DeviceBucket:
         for i, (index, part) in enumerate(zip(self.members, tf.split(averaged, list(self.bucket.sizes)), strict=True)):
             variance = inputs.variances[i] if inputs.variances else None
             fresh = inputs.fresh[i] if inputs.fresh else None
-            old = Tensors(inputs.parameters[i], inputs.momenta[i], fresh, inputs.scalars[:, index])
+            old = Tensors(inputs.parameters[i], sent.momenta[i], fresh, inputs.scalars[:, index])
             new = self._rule.apply(index, old, part, variance, inputs.lr, numbers[i], _DEVICE)
             frozen = inputs.table[FROZEN_STEP, index] != 0
             kept = [
                 None if theirs is None else tf.where(frozen, theirs, mine)
                 for mine, theirs in zip(_parts(old), _parts(new), strict=True)
             ]
+            if self._keeps[i]:
+                kept[1] = tf.cond(frozen, lambda: tf.zeros([0]), lambda old=old: old.momentum)
             updated.append(Tensors(*kept))
+        if self._kept is not None:
+            self._kept.assign(sent.gathered)
         every = self._options.check_every
         if every:
             self._take_checksum(sent, (inputs.step + 1) % every == 0)
@@ -618,9 +724,9 @@ class DeviceBucket:
 
     def _live(self, inputs: Inputs) -> tf.Tensor:
         parts = []
-        for i, (index, m) in enumerate(zip(self.members, inputs.momenta, strict=True)):
+        for i, (index, size) in enumerate(zip(self.members, self.bucket.sizes, strict=True)):
             holds = self._options.dead == "hold" and self._rule.has_variance
-            alive = tf.cast(inputs.variances[i] != 0, tf.float32) if holds else tf.ones_like(m)
+            alive = tf.cast(inputs.variances[i] != 0, tf.float32) if holds else tf.ones([size])
             parts.append(tf.where(inputs.table[FROZEN_STEP, index] != 0, alive, 0.0))
         return tf.concat(parts, 0)
 
@@ -705,41 +811,53 @@ def _messages(gathered: tf.Tensor, piece: Piece) -> list[tf.Tensor]:
     return [gathered[low:high] for low, high in piece.byte_ranges]
 
 
-class _Memory:
+class Memory:
     """Flat float32 arrays that are handed to TensorFlow and used again once nobody refers to them any more.
 
-    Fresh memory costs more than what is written into it: the system clears every page.
+    Fresh memory costs more than what is written into it: the system clears every page. All buckets share it: what one
+    has done with serves the next of its size, and little is left over when a step has ended.
     """
 
-    def __init__(self, num_elements: int) -> None:
-        self._num_elements = num_elements
+    def __init__(self) -> None:
         self._blocks: list[npt.NDArray[np.uint8]] = []
+        self._lock = threading.Lock()  # TensorFlow may call for two buckets at once
 
-    def take(self) -> Floats:
+    def reserve(self, num_elements: int) -> None:
+        """Allocates, without taking it, what a bucket of this length needs beside what others leave it."""
+        num_bytes = _num_bytes(num_elements)
+        with self._lock:
+            there = sum(len(self._blocks[at]) == num_bytes for at in self._free())
+            self._blocks += [np.empty(num_bytes, np.uint8) for _ in range(_SPARE - there)]
+
+    def take(self, num_elements: int) -> Floats:
         """An array that shares memory with nothing in use; its contents are undefined."""
-        for block in self._blocks:
-            # the list, the loop's variable and the call itself refer to it
-            if sys.getrefcount(block) == _OWN_REFERENCES:
-                return self._array(block)
-        self.reserve(len(self._blocks) + 1)
-        return self._array(self._blocks[-1])
+        num_bytes = _num_bytes(num_elements)
+        with self._lock:
+            free = self._free()
+            chosen = next((at for at in free if len(self._blocks[at]) == num_bytes), None)
+            if chosen is None:
+                block = np.empty(num_bytes, np.uint8)
+            else:
+                block = self._blocks[chosen]
+                free.remove(chosen)
+            for at in reversed(free[_SPARE:]):
+                del self._blocks[at]
+            if chosen is None:
+                self._blocks.append(block)
+            start = -block.ctypes.data % _ALIGNMENT
+            return block[start : start + 4 * num_elements].view(np.float32)
 
-    def reserve(self, count: int) -> None:
-        """Makes sure that there are so many, in use or not."""
-        for _ in range(count - len(self._blocks)):
-            self._blocks.append(np.empty(4 * self._num_elements + _ALIGNMENT, np.uint8))
-
-    def _array(self, block: npt.NDArray[np.uint8]) -> Floats:
-        start = -block.ctypes.data % _ALIGNMENT
-        return block[start : start + 4 * self._num_elements].view(np.float32)
+    def _free(self) -> list[int]:
+        """Places of blocks to which nothing but the list refers."""
+        return [at for at in range(len(self._blocks)) if sys.getrefcount(self._blocks[at]) == _OWN_REFERENCES]
 
 
-_OWN_REFERENCES = 3
+def _num_bytes(num_elements: int) -> int:
+    return 4 * num_elements + _ALIGNMENT
 
 
-def _can_be_shared(array: Floats) -> bool:
-    """Whether TensorFlow takes over this memory as it is."""
-    return array.ctypes.data % _ALIGNMENT == 0
+_OWN_REFERENCES = 2  # the list and the call
+_SPARE = 2  # blocks that are kept although nobody uses them
 
 
 def _rounded(numbers: Any) -> Any:

@@ -343,10 +343,31 @@ class _Distributed(_Base):
         """Counters of this rank: stage, steps, bytes sent, elements compressed, steps skipped."""
         return self._stats.value
 
+    @property
+    def variables(self) -> list[Any]:
+        """Keras's: all of the optimizer's variables."""
+        self.bring_back_momentum()
+        variables: list[Any] = super().variables
+        return variables
+
+    def bring_back_momentum(self, index: int | None = None) -> None:
+        """Puts momentum that is kept as bits into its variables until the next step. Not collective.
+
+        Whoever looks at the optimizer's variables in eager code does it without knowing. What reads them in a graph of
+        its own, and got hold of them before it was traced, has to call this first.
+
+        Args:
+            index: a variable whose momentum is wanted; None for all.
+        """
+        engine = getattr(self, "_engine", None)
+        if tf.executing_eagerly() and engine is not None and engine.value is not None:
+            engine.value.bring_back_momentum(index)
+
     # -- what the engine asks --
 
     def momentum_of(self, index: int) -> tf.Variable:
         """The momentum of variable `index`."""
+        self.bring_back_momentum()
         return self._engine.value.rule.momentum_of(index)
 
     def variance_of(self, index: int) -> tf.Variable:
@@ -787,6 +808,10 @@ class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         given = [i for i in range(len(gradients)) if i not in set(held)]
         variables = self.inner_optimizer._trainable_variables
         super().apply([gradients[i] for i in given], [variables[i] for i in given])
+
+    def bring_back_momentum(self) -> None:
+        """As the inner optimizer's. Not collective."""
+        self.inner_optimizer.bring_back_momentum()
 
     def synchronize_for_checkpoint(self) -> None:
         """Collective: as the inner optimizer's."""

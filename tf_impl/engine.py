@@ -12,6 +12,7 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -45,7 +46,8 @@ from hvd_onebit.stage import (
 )
 from hvd_onebit.state import owed_by_parameter, share_errors, share_owed, take_shared_errors
 from hvd_onebit.stats import COMPRESSION, WARM_UP, Stats, ring_allreduce_bytes
-from hvd_onebit.tensorflow.buckets import DeviceBucket, ExchangedBucket, HostBucket, Hosts, Inputs, Sent
+from hvd_onebit.tensorflow import kept
+from hvd_onebit.tensorflow.buckets import DeviceBucket, ExchangedBucket, HostBucket, Hosts, Inputs, Memory, Sent
 from hvd_onebit.tensorflow.codec import is_on_host, num_threads
 from hvd_onebit.tensorflow.rules import Moment, Rule, native
 from hvd_onebit.tensorflow.transport import TRACED_FOR_GONE, HostFunctions, TensorTransport, on_host, split_frames
@@ -64,6 +66,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+_AT_A_TIME = 2  # buckets whose update is under way
 _COUNTED = re.compile(r"(.*?)_(\d+)")
 _LEFT_OUT = "variables that are not trained"
 _FROZEN_CHECKSUM = "checksum of the frozen variance"
@@ -127,12 +130,19 @@ class CompressionEngine:
         self._names = [getattr(v, "path", v.name) for v in variables]
         self._sizes = [int(np.prod(v.shape, dtype=np.int64)) for v in self._variables]
         self._wire_bytes = wire_bytes
+        self._buckets: list[ExchangedBucket] = []
         self._compressible = [
             i
             for i, v in enumerate(self._variables)
             if v.dtype.is_floating
             and not is_full_precision(self._names[i], self._sizes[i], options, num_bytes=v.dtype.size)
         ]
+        self._momenta = [native(rule.momentum_of(i)) for i in range(len(variables))]
+        self._keeps = [
+            rule.keeps_momentum and i in self._compressible and kept.can_be_kept(momentum)
+            for i, momentum in enumerate(self._momenta)
+        ]
+        self._keep_momenta()
         self._schedule = FreezeSchedule(options, rule.memory)
         delay = delay_of(rule.memory)
         with tf.init_scope():
@@ -186,6 +196,35 @@ class CompressionEngine:
                 fresh.append(self._optimizer.add_variable(tuple(v.shape), dtype="float32", name=name))
         return fresh
 
+    def _keep_momenta(self) -> None:
+        for i, keeps in enumerate(self._keeps):
+            if keeps:
+                kept.keep(self.rule.momentum_variable(i), partial(self._optimizer.bring_back_momentum, i))
+
+    def bring_back_momentum(self, index: int | None = None) -> None:
+        """Puts momentum that is kept as bits into its variables, until the next step. In eager code, not collective.
+
+        Args:
+            index: a variable whose momentum is wanted; None for all.
+        """
+        for bucket in self._buckets:
+            if index is not None and (index not in bucket.members or not self._is_kept_now(index)):
+                continue
+            gone = [i for i in bucket.members if self._is_kept_now(i)]
+            if gone:
+                table, step, lr = self._moment()
+                momenta = dict(zip(bucket.members, bucket.momenta(self._held(bucket, step, lr, table)), strict=True))
+                for i in gone:
+                    kept.put(self._momenta[i], momenta[i])
+
+    def _is_kept_now(self, index: int) -> bool:
+        return self._keeps[index] and kept.is_empty(self._momenta[index])
+
+    def _moment(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        lr = tf.cast(tf.convert_to_tensor(native(self._optimizer.learning_rate)), tf.float32)
+        step = tf.identity(native(self._optimizer.iterations))
+        return tf.identity(native(self.table)), step, tf.reshape(lr, [])
+
     def _start_compressed(self) -> None:
         """Without a warm-up, for rules that have nothing to freeze."""
         table = new_table(len(self._variables))
@@ -198,15 +237,16 @@ class CompressionEngine:
         index_of = {self._key(i): i for i in self._compressible}
         sizes = [(self._key(i), self._sizes[i]) for i in self._compressible]
         buckets: list[ExchangedBucket] = []
-        hosts = None
+        memory, hosts = Memory(), None
         if self._groups is not None:
             hosts = Hosts(self._groups.place, self.transport.groups(self._groups))
         for bucket in make_buckets(sizes, bucket_elements=self.options.bucket_size):
             members = [index_of[name] for name in bucket.parameters]
             on_cpu = is_on_host([self._variables[i] for i in members])
+            keeps = [self._keeps[i] for i in members]
             kind: Any = HostBucket if on_cpu else DeviceBucket
             with tf.init_scope(), tf.device(None if on_cpu else self._variables[members[0]].device):
-                buckets.append(kind(bucket, members, self.transport, self.options, self.rule, hosts))
+                buckets.append(kind(bucket, members, keeps, self.transport, self.options, self.rule, memory, hosts))
         return buckets
 
     def _key(self, index: int) -> str:
@@ -228,9 +268,7 @@ class CompressionEngine:
                 TensorFlow raises tf.errors.UnknownError with the same text.
         """
         self._tell_once()
-        step = tf.identity(native(self._optimizer.iterations))
-        lr = tf.reshape(tf.cast(tf.convert_to_tensor(native(self._optimizer.learning_rate)), tf.float32), [])
-        table = tf.identity(native(self.table))
+        table, step, lr = self._moment()
         agreed = self._agree(step, lr, table, held)
         with tf.control_dependencies([agreed]):
             compresses = tf.reduce_any(table[FROZEN_STEP] != 0)
@@ -266,8 +304,13 @@ class CompressionEngine:
 
         def commit() -> bool:
             columns: dict[int, tf.Tensor] = {}
+            written: list[list[Any]] = [[]] * _AT_A_TIME
             for bucket, each, message in zip(self._buckets, inputs, sent, strict=True):
-                columns |= self._commit(bucket, each, message)
+                # a few at a time: the memory of a bucket's old parameters serves for the new ones of another
+                with tf.control_dependencies(written[-_AT_A_TIME]):
+                    new, assigned = self._commit(bucket, each, message)
+                columns |= new
+                written.append(assigned)
             self._assign_scalars(columns)
             self._optimizer.plain_update(means, [self._variables[i] for i in full], clip=False)
             tf.cond(waits, lambda: self._update_waiting(waiting_means, table), lambda: False)
@@ -295,10 +338,15 @@ class CompressionEngine:
             flat = [g * np.float32(self._gradient_scale) for g in flat]
         coupled = [self._optimizer.coupled_weight_decay(self._variables[i]) for i in members]
         flat = [g + x * np.float32(wd) if wd else g for g, x, wd in zip(flat, parameters, coupled, strict=True)]
+        return replace(self._held(bucket, step, lr, table), gradients=flat, parameters=parameters)
+
+    def _held(self, bucket: ExchangedBucket, step: tf.Tensor, lr: tf.Tensor, table: tf.Tensor) -> Inputs:
+        """What the optimizer holds of the bucket's variables."""
+        members = bucket.members
         return Inputs(
-            gradients=flat,
-            parameters=parameters,
-            momenta=[flat_tensor(self.rule.momentum_of(i)) for i in members],
+            gradients=(),
+            parameters=(),
+            momenta=[self._momentum(i) for i in members],
             variances=[flat_tensor(self.rule.variance_of(i)) for i in members] if self.rule.has_variance else [],
             fresh=[flat_tensor(native(self.fresh[i])) for i in members] if self.fresh else [],
             table=table,
@@ -307,15 +355,27 @@ class CompressionEngine:
             lr=lr,
         )
 
-    def _commit(self, bucket: ExchangedBucket, inputs: Inputs, sent: Sent) -> dict[int, tf.Tensor]:
-        """Writes what the bucket's variables become; their new columns of scalars."""
+    def _momentum(self, index: int) -> tf.Tensor:
+        variable = self._momenta[index]
+        return kept.read(variable) if self._keeps[index] else flat_tensor(variable)
+
+    def _commit(self, bucket: ExchangedBucket, inputs: Inputs, sent: Sent) -> tuple[dict[int, tf.Tensor], list[Any]]:
+        """Writes what the bucket's variables become; their new columns of scalars, and what has written."""
         new = bucket.commit(inputs, sent)
         members = bucket.members
-        variables = [self._variables[i] for i in members] + [self.rule.momentum_of(i) for i in members]
+        variables = [self._variables[i] for i in members]
         variables += [native(self.fresh[i]) for i in members] if self.fresh else []
-        for variable, value in zip(variables, [*new.parameters, *new.momenta, *new.fresh], strict=True):
+        written = [
             variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
-        return dict(zip(members, new.columns, strict=False))
+            for variable, value in zip(variables, [*new.parameters, *new.fresh], strict=True)
+        ]
+        for i, value in zip(members, new.momenta, strict=True):
+            variable = self._momenta[i]
+            if self._keeps[i]:
+                kept.put(variable, value)
+            else:
+                variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
+        return dict(zip(members, new.columns, strict=False)), written
 
     def _scalars(self) -> tf.Tensor:
         scalars = self.rule.scalars
@@ -628,7 +688,7 @@ class CompressionEngine:
         flat: Sequence[tf.Tensor],
     ) -> bool:
         own_scalars = self.rule.scalars
-        momenta = [] if own_scalars is None else [flat_tensor(self.rule.momentum_of(i)) for i in self._compressible]
+        momenta = [] if own_scalars is None else [self._momentum(i) for i in self._compressible]
         given = [step, table, ready, self._scalars(), *flat, *momenta]
         types = [tf.int64, tf.float64] + [tf.float32] * len(flat)
         new_table, scalars, *frozen = on_host(self._prepare_freeze, given, types)
@@ -805,6 +865,7 @@ class CompressionEngine:
 
         TensorFlow restores the variables of a tf.train.Checkpoint later than what is no variable.
         """
+        self.bring_back_momentum()  # while its bits are still of the same state
         self._restored = arrays
 
     def _take_restored(self, step: Any, table: Array) -> Any:
@@ -863,6 +924,7 @@ class CompressionEngine:
             old: what `state` returned in the old world; by default what it returns now.
         """
         about, errors = unpack_errors(self.state() if old is None else old)
+        self.bring_back_momentum()
         self.stats.give_up_step(self.stats.stage)
         new = copy.copy(self)
         self._has_ended = True
@@ -881,9 +943,8 @@ class CompressionEngine:
         Raises:
             OneBitError: ranks disagree, the same on every rank.
         """
-        step = tf.identity(native(self._optimizer.iterations))
-        lr = tf.reshape(tf.cast(tf.convert_to_tensor(native(self._optimizer.learning_rate)), tf.float32), [])
-        self._agree(step, lr, tf.identity(native(self.table)))
+        table, step, lr = self._moment()
+        self._agree(step, lr, table)
         self.transport.watch.end()
         for bucket in self._buckets:
             with bucket.errors_on_host() as exchange:
@@ -916,6 +977,7 @@ class CompressionEngine:
             errors: to go on with, if they fit.
             owed: by parameter, the same on every rank: what is settled where compression ends.
         """
+        self.bring_back_momentum()
         self._forget()
         settled = self._thaw_if_early(owed)
         self._count_restored()

@@ -85,7 +85,9 @@ _OPTIONS = ("var_update_scaler", "local_step_scaler", "local_step_clipper")
 
 
 class LocalStepsRule(AdamRule):
-    """0/1 Adam's numbers: Adam's."""
+    """0/1 Adam's numbers: Adam's. Between two synchronisations the momentum is each rank's own."""
+
+    keeps_momentum = False
 
     def fields(self) -> dict[str, Any]:
         return {**super().fields(), **{name: getattr(self._optimizer, name) for name in _OPTIONS}}

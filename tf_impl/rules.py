@@ -107,6 +107,7 @@ class AdamRule:
     numbers_type: type = AdamStep
     has_variance = True
     keeps_fresh = False
+    keeps_momentum = True  # as the bits of the last step, from which `momentum_from` makes it
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], options: CompressionOptions) -> None:
         self._optimizer = optimizer
@@ -147,7 +148,11 @@ class AdamRule:
 
     def momentum_of(self, index: int) -> tf.Variable:
         """The momentum of variable `index`."""
-        return native(self._optimizer._momentums[index])
+        return native(self.momentum_variable(index))
+
+    def momentum_variable(self, index: int) -> Any:
+        """The same as Keras's variable."""
+        return self._optimizer._momentums[index]
 
     def variance_of(self, index: int) -> tf.Variable | None:
         """What the update takes the root of; None for rules without a variance."""
@@ -236,12 +241,15 @@ class AdamRule:
         z = gradient * np.float32(1.0 - beta1) + momentum * np.float32(beta1)
         return z / denominator(variance, numbers, arrays.sqrt) if self.options.space == "update" else z
 
+    def momentum_from(self, averaged: Any, variance: Any, numbers: Any, arrays: Arrays) -> Any:
+        """The momentum that came back as `averaged`; whatever step's numbers, once the variable is frozen."""
+        return averaged * denominator(variance, numbers, arrays.sqrt) if self.options.space == "update" else averaged
+
     def apply(
         self, index: int, tensors: Tensors, averaged: Any, variance: Any, lr: Any, numbers: Any, arrays: Arrays
     ) -> Tensors:
         """The variable, its momentum and the rest after the update by what came back."""
-        if self.options.space == "update":
-            averaged = averaged * denominator(variance, numbers, arrays.sqrt)
+        averaged = self.momentum_from(averaged, variance, numbers, arrays)
         x = self._decayed(index, tensors.parameter, numbers)
         new = adam_update(x, averaged, variance, replace(numbers, decay=1.0), arrays.sqrt)
         if self.options.dead != "hold":
@@ -257,11 +265,11 @@ class AdamRule:
         exchange: CompressedAllreduce[Any],
         offset: int,
         parameter: Floats,
-        momentum: Floats,
+        momentum: Floats | None,
         variance: Floats,
         numbers: Any,
     ) -> None:
-        """Decodes and updates in one pass over memory."""
+        """Decodes and updates in one pass over memory; the momentum, too, unless it is None."""
         hold = self.options.dead == "hold"
         apply_adam(exchange, offset, parameter, momentum, variance, numbers, hold=hold, threads=num_threads())
 
@@ -294,8 +302,8 @@ class SgdRule(AdamRule):
     def memory(self) -> float:
         return float(self._optimizer.momentum)
 
-    def momentum_of(self, index: int) -> tf.Variable:
-        return native(self._optimizer.momentums[index])
+    def momentum_variable(self, index: int) -> Any:
+        return self._optimizer.momentums[index]
 
     def variance_of(self, index: int) -> tf.Variable | None:
         return None
@@ -324,7 +332,7 @@ class SgdRule(AdamRule):
         exchange: CompressedAllreduce[Any],
         offset: int,
         parameter: Floats,
-        momentum: Floats,
+        momentum: Floats | None,
         variance: Floats,
         numbers: Any,
     ) -> None:
@@ -409,17 +417,18 @@ class LambRule(AdamRule):
     def to_send(self, gradient: Any, momentum: Any, variance: Any, numbers: Any, arrays: Arrays) -> Any:
         return super().to_send(gradient, momentum, variance, numbers, arrays) * numbers.scaling
 
+    def momentum_from(self, averaged: Any, variance: Any, numbers: Any, arrays: Arrays) -> Any:
+        return super().momentum_from(averaged, variance, numbers, arrays) / numbers.scaling
+
     def apply(
         self, index: int, tensors: Tensors, averaged: Any, variance: Any, lr: Any, numbers: Any, arrays: Arrays
     ) -> Tensors:
         x = self._decayed(index, tensors.parameter, numbers)
         held = variance == 0 if self.options.dead == "hold" else None
-        if self.options.space == "update":
-            averaged = averaged * denominator(variance, numbers, arrays.sqrt)
         new = lamb_update(
             x,
             tensors.momentum,
-            averaged / numbers.scaling,
+            self.momentum_from(averaged, variance, numbers, arrays),
             variance,
             tensors.fresh,
             numbers,

@@ -20,6 +20,7 @@ from tf_training import SHAPES, assert_bit_equal, gradients, snapshot, train, va
 import hvd_onebit.tensorflow as onebit
 from hvd_onebit.state import owed_by_parameter
 from hvd_onebit.stats import COMPRESSION, WARM_UP
+from hvd_onebit.tensorflow.callbacks import broadcast_variables
 from hvd_onebit.tensorflow.engine import unpack_errors
 
 Adam, AdamW = keras.optimizers.Adam, keras.optimizers.AdamW
@@ -226,6 +227,26 @@ def what_was_read_before_stays_as_it_was() -> None:
     blocks = len(optimizer._engine.value._buckets[0]._memory._blocks)
     train(optimizer, trained, range(12, 20), hvd.rank())
     assert len(optimizer._engine.value._buckets[0]._memory._blocks) == blocks
+
+
+@check
+def momentum_is_kept_as_bits() -> None:
+    """In a graph, too; a broadcast shows it, and training goes on from what it brought."""
+    runs = []
+    for looks in (False, True):
+        trained = variables()
+        optimizer = distribute(Adam(0.01, beta_2=0.9), freeze_step=2)
+        train(optimizer, trained, range(5), hvd.rank())
+        raw = optimizer._engine.value._momenta
+        assert not any(int(tf.size(v.read_value())) for v in raw)
+        if looks:
+            broadcast_variables(optimizer.variables, 0, hvd.global_process_set)
+            assert all(int(tf.size(v.read_value())) for v in raw)
+        train(optimizer, trained, range(5, 8), hvd.rank())
+        assert not any(int(tf.size(v.read_value())) for v in raw)
+        runs.append([*snapshot(trained), *(v.numpy() for v in optimizer.variables)])
+    assert_bit_equal(runs[1], runs[0])
+    assert_replicas(runs[0])
 
 
 @check
