@@ -16,6 +16,7 @@ __all__ = [
     "back_to_warm_up",
     "dropped_errors",
     "dropped_local_steps",
+    "ended",
     "errors_lost_with_ranks",
     "errors_not_broadcast",
     "errors_of_other_ranks",
@@ -240,6 +241,11 @@ def dropped_local_steps(reason: str) -> None:
 def errors_of_other_ranks(before: int, now: int) -> None:
     """Said when errors that all ranks had shared go on with another number of ranks."""
     log.info("compression errors of %d ranks were taken up by %d: nothing that is owed is lost", before, now)
+
+
+def ended(error: Exception) -> None:
+    """Said before an error is raised where a framework buries it in a trace of its own."""
+    log.error("%s", error)
 
 
 def errors_lost_with_ranks(lost: int, size: int) -> None:

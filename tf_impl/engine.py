@@ -11,7 +11,8 @@ import json
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import chain
@@ -532,7 +533,18 @@ class CompressionEngine:
 
     def _raise_disagreement(self, frames: Any) -> Any:
         self.transport.watch.end()
-        raise_disagreement(split_frames(frames.tobytes()))
+        with self._logged():
+            raise_disagreement(split_frames(frames.tobytes()))
+
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
+        """What is raised inside is in the log, too: a graph's operation buries it in TensorFlow's trace."""
+        try:
+            yield
+        except OneBitError as error:
+            if self.transport.runs_in_graph and self.transport.rank == 0:
+                notices.ended(error)
+            raise
 
     def _refuse_if_ended(self) -> None:
         """A graph holds the numbers of the world that it was traced in."""
@@ -639,7 +651,8 @@ class CompressionEngine:
         if self.transport.rank == 0:
             notices.skipped(step + 1, in_a_row)
         if in_a_row >= self.options.max_skipped_steps:
-            raise too_many_skips(in_a_row, step)
+            with self._logged():
+                raise too_many_skips(in_a_row, step)
 
     def _count_elements(self, frozen: Any) -> None:
         compressed = sum(size for size, is_frozen in zip(self._sizes, frozen, strict=True) if is_frozen)

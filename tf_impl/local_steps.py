@@ -427,7 +427,8 @@ class LocalStepsEngine(CompressionEngine):
 
         def check() -> Any:
             if self._is_stuck:
-                raise OneBitError(stuck(self.options.max_skipped_steps))
+                with self._logged():
+                    raise OneBitError(stuck(self.options.max_skipped_steps))
             return np.bool_(True)
 
         with tf.control_dependencies([self._agree(state.step, state.lr, state.table)]):

@@ -653,9 +653,14 @@ def disagree_about_a_checkpoint() -> None:
 
 def _expect(text: str, train_on: Callable[[], Any]) -> None:
     # inside a graph TensorFlow raises an error of its own, with the same text
-    with pytest.raises((onebit.OneBitError, tf.errors.OpError), match="the ranks disagree") as caught:
+    with (
+        pytest.raises((onebit.OneBitError, tf.errors.OpError), match="the ranks disagree") as caught,
+        heard(logging.ERROR) as messages,
+    ):
         train_on()
     assert text in str(caught.value)
+    # once, by rank 0, and not in a trace
+    assert [text in message for message in messages] == [True] * (hvd.rank() == 0)
 
 
 @check
