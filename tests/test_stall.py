@@ -64,6 +64,34 @@ def test_a_watch_gives_up_once_and_only_while_something_is_waited_for(caplog: py
     assert not watch._thread.is_alive()
 
 
+def test_a_wait_within_another_has_its_own_name_and_time_and_then_the_other_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("hvd_onebit.stall.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hvd_onebit.stall._watch", lambda *_: None)  # nobody looks but this test
+    watch = StallWatch(1, lambda: None, StallLimits(None, 10.0))
+
+    def look() -> None:
+        assert watch._wait is not None
+        watch._wait.check()
+
+    watch.begin("in step 4")
+    now[0] += 8.0
+    with watch.waiting("at 'measured'"):
+        now[0] += 8.0
+        look()
+        now[0] += 3.0
+        with pytest.raises(OneBitError, match=r"rank 1 has waited 10 s for other ranks at 'measured'"):
+            look()
+    with pytest.raises(OneBitError, match="in step 4"):
+        look()
+    watch.end()
+    with pytest.raises(ZeroDivisionError), watch.waiting("at 'shared'"):
+        raise ZeroDivisionError
+    assert watch._wait is None, "nothing is waited for after an error"
+
+
 def test_a_watch_without_limits_has_no_thread_and_one_that_is_dropped_ends_its_own() -> None:
     watch = StallWatch(0, lambda: None, StallLimits(None, None))
     watch.begin("in step 1")
