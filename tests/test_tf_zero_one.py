@@ -5,6 +5,7 @@ What takes real ranks is in scripts/tf_checks.py: model.fit, and 3000 steps of t
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -315,6 +316,40 @@ def test_what_the_user_sets_is_kept() -> None:
 
 
 # -- gradients that are not finite -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", ["one_shot", "two_phase"])
+def test_a_synchronisation_that_overflows_changes_nothing(exchange: str) -> None:
+    """Neither while the variance is live, nor later."""
+    variance_steps, sync_steps = due(24)
+    overflows = (3, max(sync_steps))
+    assert 3 in variance_steps & sync_steps
+
+    def work(transport: LocalTransport) -> list[Any]:
+        trained = variables(SHAPES)
+        optimizer = distribute(zero_one(), transport, exchange=exchange, block=16, full_precision=["p1"])
+        for step in range(1, max(sync_steps) + 1):
+            if step in overflows:
+                accumulated = optimizer._engine.value.accumulated[0]
+                kept = accumulated.numpy().copy()
+                if transport.rank == 1:  # lr times momentum may well be too large for float32
+                    accumulated.assign(np.where(np.arange(30).reshape(6, 5) == 3, np.inf, kept))
+                before, stats = state_of(optimizer, trained), optimizer.stats
+                owed = copy.deepcopy([bucket.errors() for bucket in buckets_of(optimizer)])
+                updates = stats.variance_updates
+                train(optimizer, trained, [50], transport.rank)
+                assert_bit_equal(state_of(optimizer, trained), before)
+                assert (stats.step, stats.skipped_in_a_row, stats.variance_updates) == (step - 1, 1, updates)
+                for bucket, errors in zip(buckets_of(optimizer), owed, strict=True):
+                    for name, error in bucket.errors().items():
+                        if error is not None:
+                            np.testing.assert_allclose(error, errors[name], rtol=1e-4, atol=1e-7)
+                accumulated.assign(kept)
+            train(optimizer, trained, [step], transport.rank)
+        assert optimizer.stats.step == max(sync_steps)
+        return snapshot(trained)
+
+    assert_replicas_equal(on_ranks(2, work))
 
 
 def test_a_nan_between_synchronisations_stays_out_of_that_ranks_momentum() -> None:
