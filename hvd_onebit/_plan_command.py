@@ -70,13 +70,13 @@ def main(args: argparse.Namespace) -> int:
         f"{args.num_elements:,} parameters, {hosts} with {ranks}, {args.rate.name}, {args.latency_us:g} us; "
         f"kernels as fast as timed here just now, {threads} thread{'s' if threads > 1 else ''} a rank"
     )
+    if args.hosts == 1:
+        print("Ranks of one host do not use a link: compression does not pay there.")
+        return 0
     rows = [
         (each.method, *(f"{value:,.1f}" for value in (each.link_bytes / 1e6, *_milliseconds(each))))
         for each in (plan.float32, *plan.compressed)
     ]
-    if args.hosts == 1:
-        print("Ranks of one host do not use a link: compression does not pay there.")
-        return 0
     print_table(("a step", "MB a host sends", "wire, ms", "kernels, ms", "together, ms"), rows)
     print(planner.verdict(plan))
     if args.compute_seconds is not None:

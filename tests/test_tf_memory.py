@@ -15,6 +15,7 @@ pytest.importorskip("horovod.tensorflow")
 
 import keras
 import tensorflow as tf
+from memory import count_while_all_hold
 from tf_training import (
     SHAPES,
     assert_bit_equal,
@@ -82,7 +83,8 @@ def held_bytes() -> int:
 )
 def test_adam_keeps_little_more_than_plain_adam(exchange: str, kept_bytes: float) -> None:
     """8.5 bytes of state a parameter, working memory and messages included, beside two_phase's server errors."""
-    size, counted = 2, []
+    size = 2
+    counted: list[int] = []
 
     def work(transport: LocalTransport) -> None:
         trained = [keras.Variable(tf.ones([ELEMENTS])) for _ in range(TENSORS)]
@@ -91,10 +93,7 @@ def test_adam_keeps_little_more_than_plain_adam(exchange: str, kept_bytes: float
         )
         for step in range(4):
             optimizer.apply([tf.fill([ELEMENTS], 0.1 * (step + 1))] * TENSORS, trained)
-        transport.allgather_bytes(b"", name="all here").wait()
-        if transport.rank == 0:
-            counted.append(held_bytes())
-        transport.allgather_bytes(b"", name="counted").wait()
+        counted.extend(count_while_all_hold(transport, held_bytes))
         assert optimizer.stats.stage == "compression"
 
     before = held_bytes()

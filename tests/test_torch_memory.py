@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from memory import count_while_all_hold
 
 torch = pytest.importorskip("torch")
 
@@ -62,10 +63,7 @@ def test_adam_keeps_little_more_than_plain_adam(exchange: str, kept_bytes: float
                 p.grad = torch.full_like(p, 0.1 * (step + 1))
             optimizer.step()
             optimizer.zero_grad()
-        transport.allgather_bytes(b"", name="all here").wait()
-        if transport.rank == 0:
-            counted.append(tensor_bytes())
-        transport.allgather_bytes(b"", name="counted").wait()
+        counted.extend(count_while_all_hold(transport, tensor_bytes))
         assert optimizer.stats.stage == "compression"
 
     before = tensor_bytes()
