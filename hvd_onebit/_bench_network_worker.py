@@ -265,8 +265,8 @@ class _Watched:
     def subgroup(self, *args: Any, **kwargs: Any) -> _Watched:
         return _Watched(self._transport.subgroup(*args, **kwargs), self._seconds)
 
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> _WatchedPending:
-        return _WatchedPending(self._transport.reduce_scatter(*args, **kwargs), self._seconds)
+    def gather_parts(self, *args: Any, **kwargs: Any) -> _WatchedPending:
+        return _WatchedPending(self._transport.gather_parts(*args, **kwargs), self._seconds)
 
     def alltoall(self, *args: Any, **kwargs: Any) -> _WatchedPending:
         return _WatchedPending(self._transport.alltoall(*args, **kwargs), self._seconds)

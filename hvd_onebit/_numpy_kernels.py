@@ -24,7 +24,7 @@ _Bytes = NDArray[np.uint8]
 
 @np.errstate(all="ignore")
 def compress(
-    gradient: _Floats,
+    gradients: Sequence[_Floats],
     momentum: _Floats | None,
     kept: Sequence[_Bytes] | None,
     beta: float,
@@ -38,11 +38,16 @@ def compress(
 ) -> None:
     """See `hvd_onebit.kernels.Kernels.compress`; `beta` and `one_minus_beta` are already rounded to float32."""
     beta32, one_minus_beta32 = np.float32(beta), np.float32(one_minus_beta)
-    compressor = _Compressor(gradient.size, error, message, block, mean, live)
-    for begin, end in _chunks(gradient.size, block):
-        z = gradient[begin:end]
+    num_elements = gradients[0].size
+    compressor = _Compressor(num_elements, error, message, block, mean, live)
+    for begin, end in _chunks(num_elements, block):
+        z = gradients[0][begin:end]
+        for i, gradient in enumerate(gradients[1:]):
+            z = np.add(z, gradient[begin:end], out=z if i else None)
+        if len(gradients) > 1:
+            z /= np.float32(len(gradients))
         if kept is not None:
-            z = beta32 * _mean(kept, begin, end, gradient.size, block) + one_minus_beta32 * z
+            z = beta32 * _mean(kept, begin, end, num_elements, block) + one_minus_beta32 * z
         elif momentum is not None:
             z = beta32 * momentum[begin:end] + one_minus_beta32 * z
         compressor.compress_chunk(z, begin, end)

@@ -11,14 +11,27 @@ import numpy.typing as npt
 from hvd_onebit import kernels
 from hvd_onebit.threads import num_threads
 
-__all__ = ["Array", "Codec", "HostCodec"]
+__all__ = ["Array", "Codec", "HostCodec", "ordered_mean"]
 
 Array = TypeVar("Array", bound=Any)
 """A one-dimensional array of one framework: float32 for values, uint8 for messages; it can be sliced without a copy."""
 
 
+def ordered_mean(parts: Sequence[Array]) -> Array:
+    """The elementwise mean, summed in the order given."""
+    first, *others = parts
+    total: Array = first + 0 if not others else first + others.pop(0)
+    for part in others:
+        total += part
+    total /= len(parts)
+    return total
+
+
 class Codec(Protocol[Array]):
-    """Compress, reduce, decompress on one kind of array. All implementations write the same bytes (see `wire.py`)."""
+    """Compress, reduce, decompress on one kind of array. All implementations write the same bytes (see `wire.py`).
+
+    Several gradients, given as a list or tuple, are compressed as their `ordered_mean`.
+    """
 
     def zeros(self, num_elements: int) -> Array:
         """A float32 array of zeros."""
@@ -39,7 +52,7 @@ class Codec(Protocol[Array]):
 
     def compress(
         self,
-        gradient: Array,
+        gradient: Array | Sequence[Array],
         momentum: Array | None,
         beta1: float,
         error: Array | None,
@@ -109,7 +122,7 @@ class HostCodec:
 
     def compress(
         self,
-        gradient: HostArray,
+        gradient: HostArray | Sequence[HostArray],
         momentum: HostArray | None,
         beta1: float,
         error: HostArray | None,

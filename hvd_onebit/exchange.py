@@ -7,9 +7,10 @@ buckets (`step.py`), gradient hooks, or the ops of a graph.
     two_phase   compress -> alltoall -> reduce -> allgather -> concatenation of all replies
 
 Hierarchical, on several hosts with several ranks each: the ranks of a host average in full precision first, each of
-them one shard of the bucket (reduce-scatter inside the host). Then those of the same local rank exchange their shard by
-one of the two algorithms above (between hosts), and at last the ranks of a host give each other the bytes that they got
-(allgather inside). Error feedback covers a rank's shard only, and what is averaged between hosts are the hosts' means.
+them one shard of the bucket (gather of parts inside the host: a rank gets all ranks' values of its shard). Then those
+of the same local rank exchange their shard by one of the two algorithms above (between hosts), and at last the ranks of
+a host give each other the bytes that they got (allgather inside). Error feedback covers a rank's shard only, and what
+is averaged between hosts are the hosts' means.
 
 Tang et al., "1-bit Adam", 2021, arXiv 2102.02888, section 5 and algorithm 1 (two_phase, with error feedback on both
 sides). Whatever the algorithm, the result is computed from the same bytes on every rank, hence the same floats.
@@ -21,9 +22,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Generic
+from typing import Any, Generic
 
-from hvd_onebit.codec import Array, Codec
+from hvd_onebit.codec import Array, Codec, ordered_mean
 from hvd_onebit.hosts import Place
 from hvd_onebit.layout import Bucket, Chunk, Segment, cut_chunks, cut_evenly
 from hvd_onebit.options import CompressionOptions
@@ -53,7 +54,7 @@ class Piece:
 class CompressedAllreduce(Generic[Array]):
     """One bucket's mean over ranks, one bit an element, with error feedback.
 
-    A step calls, in this order: (the reduce-scatter inside the host, if `is_hierarchical`), `compress`, (the alltoall
+    A step calls, in this order: (the gather of parts inside the host, if `is_hierarchical`), `compress`, (the alltoall
     and `reduce`, if `is_two_phase`), the allgather, (the allgather inside the host, if `is_hierarchical`), `accept`,
     then `average` or the pieces, and `commit`; `rollback` undoes the step's change of the error feedback.
 
@@ -172,13 +173,16 @@ class CompressedAllreduce(Generic[Array]):
         """Messages that are averaged for every element of the result."""
         return 1 if self.is_two_phase else self.size
 
-    def compress(self, gradient: Array, momentum: Array | None, beta1: float, *, from_kept: bool = False) -> Array:
+    def compress(
+        self, gradient: Array | Sequence[Array], momentum: Array | None, beta1: float, *, from_kept: bool = False
+    ) -> Array:
         """The message to send of z = beta1*momentum + (1-beta1)*gradient + worker_error; the error becomes z - C(z).
 
         Blocks that hold a non-finite value keep their error and get a non-finite scale.
 
         Args:
-            gradient: float32, shape (elements of the shard,): this rank's own, or its host's mean; not written.
+            gradient: float32, shape (elements of the shard,): this rank's own; or those of all ranks of its host, in
+                their order, of which the mean is taken. Not written.
             momentum: float32, shape (num_elements,), or None; not written.
             beta1: momentum's weight.
             from_kept: the momentum is what the last step gave, decoded on the way.
@@ -200,18 +204,19 @@ class CompressedAllreduce(Generic[Array]):
         segment: Segment,
         low: int,
         high: int,
-        gradient: Array,
+        gradient: Array | Sequence[Array],
         momentum: Array | None,
         beta1: float,
         message: Array,
         kept: Sequence[Array] | None = None,
     ) -> None:
         first, _ = self._shard
+        here = slice(low - first, high - first)
         self._codec.compress(
-            gradient[low - first : high - first],
+            [each[here] for each in gradient] if isinstance(gradient, list | tuple) else gradient[here],
             momentum,
             beta1,
-            _part(self.worker_error, low - first, high - first),
+            _part(self.worker_error, here.start, here.stop),
             message,
             block=segment.block,
             scale=self._scale,
@@ -219,7 +224,9 @@ class CompressedAllreduce(Generic[Array]):
             kept=kept,
         )
 
-    def _compress_from_kept(self, segment: Segment, gradient: Array, beta1: float, message: Array) -> None:
+    def _compress_from_kept(
+        self, segment: Segment, gradient: Array | Sequence[Array], beta1: float, message: Array
+    ) -> None:
         """A range at a time, so that little of the momentum is ever there as floats."""
         ranges = self._ranges(segment)
         for low, high in ranges:
@@ -314,7 +321,9 @@ class CompressedAllreduce(Generic[Array]):
             self._pieces[key] = tuple(self._find_pieces(start, stop))
         return self._pieces[key]
 
-    def rollback(self, gradient: Array, momentum: Array | None, beta1: float, *, from_kept: bool = False) -> None:
+    def rollback(
+        self, gradient: Array | Sequence[Array], momentum: Array | None, beta1: float, *, from_kept: bool = False
+    ) -> None:
         """Puts the error feedback back to what it was before `compress`, to rounding; the same inputs as it got."""
         if self.worker_error is not None and self._sent is not None:
             if from_kept:
@@ -322,7 +331,8 @@ class CompressedAllreduce(Generic[Array]):
                 self.kept(momentum)
             first, stop = self._shard
             own = _part(momentum, first, stop)
-            given = gradient if own is None else own * beta1 + gradient * (1.0 - beta1)
+            mean = _mean(gradient)
+            given = mean if own is None else own * beta1 + mean * (1.0 - beta1)
             sent = self._codec.zeros(stop - first)
             for base, chunk in _with_bases(self._chunks):
                 decoded = sent[chunk.start - first : chunk.stop - first]
@@ -345,9 +355,9 @@ class CompressedAllreduce(Generic[Array]):
     def _forget_step(self) -> None:
         self._sent = self._received = self._reply = self._gathered = None
 
-    def copy_of(self, array: Array) -> Array:
-        """The same values in memory of their own."""
-        return self._codec.concatenate([array])
+    def copy_of(self, gradient: Array | Sequence[Array]) -> Array:
+        """A gradient, or the mean of several, in memory of its own."""
+        return self._codec.concatenate([_mean(gradient)])
 
     def checksum_bytes(self) -> bytes:
         """The gathered bytes, equal on all ranks."""
@@ -395,6 +405,12 @@ def _with_bases(chunks: Sequence[Chunk], first: int = 0) -> list[tuple[int, Chun
 def _message_ranges(segment: Segment, low: int, high: int) -> tuple[slice, slice]:
     first = segment.start
     return message_ranges(segment.num_elements, segment.block, low - first, high - first)
+
+
+def _mean(gradient: Array | Sequence[Array]) -> Array:
+    mean: Any = ordered_mean(gradient) if isinstance(gradient, list | tuple) else gradient
+    found: Array = mean
+    return found
 
 
 def _part(array: Array | None, low: int, high: int) -> Array | None:

@@ -19,7 +19,7 @@ __all__ = ["AUTO_LEAST_RANKS", "HostGroups", "Place", "hierarchical_place", "hor
 
 AUTO_LEAST_RANKS = 4
 """Ranks on a host from which "auto" is hierarchical: the more there are, the fewer of the flat exchange's bytes a host
-sends (57 % with two on each of two hosts, 20 % with eight); with two, averaging inside cost more than that saved."""
+sends (57 % with two on each of two hosts, 20 % with eight); with two, averaging inside costs about what that saves."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class _Backend(Protocol):
 
     def compress(
         self,
-        gradient: _Floats,
+        gradients: Sequence[_Floats],
         momentum: _Floats | None,
         kept: Sequence[_Bytes] | None,
         beta: float,
@@ -133,7 +133,7 @@ class Kernels:
 
     def compress(
         self,
-        gradient: Floats,
+        gradient: Floats | Sequence[Floats],
         momentum: Floats | None,
         beta1: float,
         error: Floats | None,
@@ -159,7 +159,8 @@ class Kernels:
         an infinity gets the scale NaN, and its error is left untouched.
 
         Args:
-            gradient: float32, shape (n,).
+            gradient: float32, shape (n,); or a list or tuple of such arrays, whose mean, summed in their order, is the
+                gradient. Not written.
             momentum: float32, shape (n,), or None. Not written.
             beta1: decay of the momentum.
             error: float32, shape (n,), updated in place; None for no error feedback.
@@ -176,8 +177,8 @@ class Kernels:
             TypeError: an array isn't a buffer of the dtype above.
             ValueError: an array's shape, layout, length or overlap, the block or the kind of scale isn't as above.
         """
-        gradient_ = _floats("gradient", gradient)
-        num_elements = gradient_.size
+        gradients = _gradients(gradient)
+        num_elements = gradients[0].size
         block = wire.check_block(block)
         momentum_ = _optional_floats("momentum", momentum, num_elements)
         error_ = _optional_floats("error", error, num_elements, written=True)
@@ -189,10 +190,10 @@ class Kernels:
         mean = _is_mean(scale)
         _check_apart(
             {"error": error_, "message": message_},
-            {"gradient": gradient_, "momentum": momentum_, "live": live_, **_named(kept_ or [], "kept")},
+            {**_named_gradients(gradients), "momentum": momentum_, "live": live_, **_named(kept_ or [], "kept")},
         )
         self._backend.compress(
-            gradient_,
+            gradients,
             momentum_,
             kept_,
             _rounded(beta1),
@@ -564,6 +565,15 @@ def _floats(name: str, buffer: Any, num_elements: SupportsIndex | None = None, *
     return array
 
 
+def _gradients(gradient: Any) -> list[_Floats]:
+    if not isinstance(gradient, list | tuple):
+        return [_floats("gradient", gradient)]
+    if not gradient:
+        raise ValueError("gradient is an empty sequence: give one array at least")
+    first = _floats("gradient[0]", gradient[0])
+    return [first, *(_floats(f"gradient[{i}]", each, first.size) for i, each in enumerate(gradient[1:], 1))]
+
+
 def _optional_floats(name: str, buffer: Any, num_elements: int, *, written: bool = False) -> _Floats | None:
     return None if buffer is None else _floats(name, buffer, num_elements, written=written)
 
@@ -584,7 +594,11 @@ def _messages(messages: Any, num_elements: SupportsIndex, block: SupportsIndex) 
     return arrays
 
 
-def _named(messages: list[_Bytes], name: str = "messages") -> dict[str, NDArray[Any] | None]:
+def _named_gradients(gradients: list[_Floats]) -> dict[str, NDArray[Any] | None]:
+    return {"gradient": gradients[0]} if len(gradients) == 1 else _named(gradients, "gradient")
+
+
+def _named(messages: Sequence[NDArray[Any]], name: str = "messages") -> dict[str, NDArray[Any] | None]:
     return {f"{name}[{rank}]": message for rank, message in enumerate(messages)}
 
 

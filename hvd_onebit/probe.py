@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from hvd_onebit.codec import Array, Codec
+from hvd_onebit.codec import Array, Codec, ordered_mean
 from hvd_onebit.hosts import HostGroups, Place
 from hvd_onebit.planner import CollectiveCost, KernelSpeeds, Measurement, Network
 from hvd_onebit.transport import Collectives
@@ -148,8 +148,8 @@ class _Probe(Generic[Array]):
 
         def share(num_bytes: int) -> Any:
             lengths = [num_bytes // 4 // inside.size] * inside.size
-            name = f"probe.reduce_scatter.{num_bytes}"
-            inside.reduce_scatter(self._floats[: sum(lengths)], lengths, name=name).wait()
+            name = f"probe.parts.{num_bytes}"
+            ordered_mean(inside.gather_parts(self._floats[: sum(lengths)], lengths, name=name).wait())
             bits = max(1, sum(lengths) // 8 // inside.size)
             name = f"probe.share.{num_bytes}"
             return inside.allgather(self._bytes[:bits], [bits] * inside.size, name=name).wait()

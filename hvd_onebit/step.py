@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
 from hvd_onebit.codec import Array
 from hvd_onebit.exchange import CompressedAllreduce
@@ -14,6 +14,8 @@ from hvd_onebit.stats import Stats
 from hvd_onebit.transport import Group, Pending, Transport
 
 __all__ = ["Inputs", "StepExchange"]
+
+Given = TypeVar("Given")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class _Flight(Generic[Array]):
 
     Attributes:
         exchange: the bucket's.
-        inputs: what is compressed; if hierarchical, its gradient is the host's mean of the shard, once that is there.
+        inputs: what the bucket gives.
+        gradient: gives what is compressed of it: the same, or, if hierarchical, the shards of all ranks of the host.
         group: the ranks that messages are exchanged with: those of the same local rank, if hierarchical.
         pending: the collective under way.
         phases: what is still to be done with its result, and with those of the next ones; each starts the next one.
@@ -52,9 +55,10 @@ class _Flight(Generic[Array]):
 
     exchange: CompressedAllreduce[Array]
     inputs: Inputs[Array]
+    gradient: Callable[[], Array | Sequence[Array]]
     group: Group[Array]
-    pending: Pending[Array] | None = None
-    phases: list[Callable[[_Flight[Array], Array], Pending[Array]]] = field(default_factory=list)
+    pending: Pending[Any] | None = None
+    phases: list[Callable[[_Flight[Array], Any], Pending[Array]]] = field(default_factory=list)
 
 
 class StepExchange(Generic[Array]):
@@ -71,6 +75,7 @@ class StepExchange(Generic[Array]):
         self._stats = stats
         self._groups = groups
         self._flights: list[_Flight[Array]] = []
+        self._are_read = False  # ranks of a host may read each other's gradients, once more if the step is rolled back
 
     def start(self, exchange: CompressedAllreduce[Array], inputs: Inputs[Array]) -> None:
         """Collective: starts a bucket's first collective.
@@ -79,15 +84,16 @@ class StepExchange(Generic[Array]):
         """
         groups = self._groups if exchange.is_hierarchical else None
         group: Group[Array] = self._transport if groups is None else groups.across
-        flight = _Flight(exchange, inputs, group)
+        flight = _Flight(exchange, inputs, inputs.gradient, group)
         if exchange.is_two_phase:
             flight.phases = [self._reduce]
         if groups is None:
             flight.pending = self._send(flight)
         else:
             flight.phases = [self._compress_mean, *flight.phases, self._share_inside]
-            name = f"{exchange.bucket.name}.reduce_scatter"
-            flight.pending = groups.inside.reduce_scatter(inputs.gradient(), exchange.shard_lengths, name=name)
+            name = f"{exchange.bucket.name}.parts"
+            self._are_read = True
+            flight.pending = groups.inside.gather_parts(inputs.gradient(), exchange.shard_lengths, name=name)
         self._stats.count(exchange.bytes_sent + exchange.bytes_sent_inside, inside=exchange.bytes_sent_inside)
         self._flights.append(flight)
 
@@ -125,13 +131,13 @@ class StepExchange(Generic[Array]):
 
     # -- the phases: what is done with a collective's result, and the next one -----------------------------------------
 
-    def _compress_mean(self, flight: _Flight[Array], mean: Array) -> Pending[Array]:
-        flight.inputs = replace(flight.inputs, gradient=lambda: mean)
+    def _compress_mean(self, flight: _Flight[Array], parts: Sequence[Array]) -> Pending[Array]:
+        flight.gradient = partial(_same, parts)
         return self._send(flight)
 
     def _send(self, flight: _Flight[Array]) -> Pending[Array]:
         exchange, inputs = flight.exchange, flight.inputs
-        gradient = inputs.gradient()
+        gradient = flight.gradient()
         message = exchange.compress(gradient, inputs.momentum, inputs.beta1, from_kept=inputs.from_kept)
         if not exchange.is_two_phase:
             return self._gather(flight, message)
@@ -155,23 +161,33 @@ class StepExchange(Generic[Array]):
         """Forgets the step's messages, but for results if they are kept: the error feedback stays as it has become."""
         for flight in self._flights:
             flight.exchange.commit(keep=keep)
-        self._flights.clear()
+        self._forget()
 
     def keep_inputs(self) -> None:
-        """Copies what was compressed, which a rollback needs: the gradients are about to be overwritten."""
+        """Collective: copies what was compressed, which a rollback needs: the gradients are about to be overwritten."""
         for flight in self._flights:
             if flight.exchange.worker_error is not None:
-                given = flight.exchange.copy_of(flight.inputs.gradient())
-                flight.inputs = replace(flight.inputs, gradient=partial(_same, given))
+                flight.gradient = partial(_same, flight.exchange.copy_of(flight.gradient()))
+        self._meet_readers()
 
     def rollback(self) -> None:
-        """Puts all error feedback back to what it was before the step, to rounding."""
+        """Collective: puts all error feedback back to what it was before the step, to rounding."""
         for flight in self._flights:
-            inputs = flight.inputs
-            gradient = inputs.gradient()
+            inputs, gradient = flight.inputs, flight.gradient()
             flight.exchange.rollback(gradient, inputs.momentum, inputs.beta1, from_kept=inputs.from_kept)
+        self._meet_readers()
+        self._forget()
+
+    def _meet_readers(self) -> None:
+        """Waits until no rank reads another's gradients any more, after which each may overwrite its own."""
+        if self._are_read:
+            self._transport.allgather_bytes(b"", name="gradients_were_read").wait()
+            self._are_read = False
+
+    def _forget(self) -> None:
         self._flights.clear()
+        self._are_read = False
 
 
-def _same(array: Array) -> Array:
-    return array
+def _same(given: Given) -> Given:
+    return given

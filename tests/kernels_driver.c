@@ -12,6 +12,7 @@
 #include "onebit.h"
 
 #define MAX_MESSAGES 40
+#define MAX_GRADIENTS 5
 
 static uint64_t state;
 
@@ -95,8 +96,8 @@ static void compare(const char *what, int level, size_t num_parts, const void *f
 }
 
 struct inputs {
-    size_t n, block, num_messages, num_kept, start, count, num_bytes;
-    float *gradient, *momentum, *error, *live, *parameter, *variance;
+    size_t n, block, num_messages, num_kept, num_gradients, start, count, num_bytes;
+    float *gradients[MAX_GRADIENTS], *momentum, *error, *live, *parameter, *variance;
     const uint8_t *messages[MAX_MESSAGES];
     enum onebit_scale kind;
     struct onebit_step step;
@@ -120,8 +121,8 @@ static struct results run(const struct inputs *in, int level_number, const struc
     out.values = allocate(bytes);
     out.parameter = copy_of(in->parameter, part);
     out.momentum = copy_of(in->parameter, part);
-    onebit_compress(level, in->gradient, in->momentum, in->messages, in->num_kept, 0.9f, 0.1f, out.worker_error, in->live,
-                    n, in->block, in->kind, out.sent, team);
+    onebit_compress(level, (const float *const *)in->gradients, in->num_gradients, in->momentum, in->messages, in->num_kept,
+                    0.9f, 0.1f, out.worker_error, in->live, n, in->block, in->kind, out.sent, team);
     onebit_reduce(level, in->messages, in->num_messages, out.server_error, in->live, n, in->block, in->kind, out.reply,
                   team);
     onebit_average(level, in->messages, in->num_messages, out.values, in->live, n, in->block, team);
@@ -160,7 +161,8 @@ static void run_case(void) {
     in.num_bytes = onebit_message_num_bytes(in.n, in.block);
     in.kind = draw_below(2) ? ONEBIT_MEAN : ONEBIT_RMS;
     const int wild = draw_below(2) == 0;
-    in.gradient = draw_floats(in.n, wild);
+    in.num_gradients = draw_below(2) ? 1 : 1 + draw_below(MAX_GRADIENTS);
+    for (size_t r = 0; r < in.num_gradients; r++) in.gradients[r] = draw_floats(in.n, wild);
     in.momentum = draw_below(2) ? draw_floats(in.n, wild) : NULL;
     in.num_kept = in.momentum == NULL && draw_below(2) ? in.num_messages : 0;
     in.error = draw_below(4) ? draw_floats(in.n, 0) : NULL;
@@ -202,7 +204,7 @@ static void run_case(void) {
     add_to_checksum(expected.parameter, part);
     add_to_checksum(expected.momentum, part);
     release(&expected);
-    free(in.gradient);
+    for (size_t r = 0; r < in.num_gradients; r++) free(in.gradients[r]);
     free(in.momentum);
     free(in.error);
     free(in.live);

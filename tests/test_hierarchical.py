@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,6 +163,41 @@ def test_ones_of_any_length_come_back_as_exactly_one() -> None:
         for length in (0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 1023):
             worker = Worker(transport, CompressionOptions(), Bucket(f"b{length}", ("p",), (length,)))
             assert worker.run(np.ones(length, np.float32)).tolist() == [1.0] * length
+
+    run_ranks(4, work, ranks_per_host=2)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_are_not_overwritten_while_a_slow_rank_still_reads_them(keeps: bool) -> None:
+    """A rank may do what it likes with its gradients once its step is undone, or once it has kept what was sent."""
+
+    def work(transport: LocalTransport) -> None:
+        worker = Worker(transport, CompressionOptions())
+        for step in range(3):
+            worker.run(inputs(step, transport.rank))
+        exchange = worker.exchange
+        before = worker.errors()
+        gradient = inputs(3, transport.rank)
+        worker.start(gradient)
+        assert worker.step.finish()
+        if transport.rank == 0:
+            slow(exchange, "copy_of" if keeps else "rollback")
+        if keeps:
+            worker.step.keep_inputs()
+            gradient[:] = 1e6
+        worker.step.rollback()
+        gradient[:] = 1e6
+        for old, new in zip(before, worker.errors(), strict=True):
+            np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-4)
+
+    def slow(exchange: CompressedAllreduce[Array], name: str) -> None:
+        run = getattr(exchange, name)
+
+        def late(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.3)
+            return run(*args, **kwargs)
+
+        setattr(exchange, name, late)
 
     run_ranks(4, work, ranks_per_host=2)
 

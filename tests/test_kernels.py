@@ -194,6 +194,43 @@ def test_compress_decodes_a_momentum_that_is_kept_as_messages(
         assert_same_bits(errors[1], errors[0])
 
 
+@pytest.mark.parametrize("num_elements", SIZES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 9])
+def test_compress_takes_the_mean_of_several_gradients(implementation: Kernels, ranks: int, num_elements: int) -> None:
+    rng = np.random.default_rng(100 * num_elements + ranks)
+    for block, with_momentum, with_error, with_kept in product(BLOCKS, *[(False, True)] * 3):
+        specials = [SPECIALS, [math.nan, math.inf, -math.inf, *SPECIALS]][rng.integers(2)]
+        gradients = [draw_floats(rng, num_elements, specials=specials) for _ in range(ranks)]
+        momentum = draw_floats(rng, num_elements) if with_momentum and not with_kept else None
+        kept = draw_messages(rng, 2, num_elements, block) if with_kept else None
+        with np.errstate(all="ignore"):
+            mean = gradients[0].copy()
+            for other in gradients[1:]:
+                mean += other
+            mean /= np.float32(ranks)
+        errors = [draw_floats(rng, num_elements) if with_error else None] * 2
+        errors = [None if error is None else error.copy() for error in errors]
+        messages = [new_message(num_elements, block) for _ in range(2)]
+        before = [each.copy() for each in gradients]
+        for gradient, error, message in zip((mean, tuple(gradients)), errors, messages, strict=True):
+            implementation.compress(gradient, momentum, 0.9, error, message, block=block, kept=kept)
+        np.testing.assert_array_equal(messages[1], messages[0])
+        if errors[0] is not None and errors[1] is not None:
+            assert_same_bits(errors[1], errors[0])
+        for old, new in zip(before, gradients, strict=True):
+            assert_same_bits(new, old)
+
+
+def test_several_gradients_are_checked(implementation: Kernels) -> None:
+    ones, message = np.ones(20, np.float32), new_message(20, 8)
+    with pytest.raises(ValueError, match="empty sequence"):
+        implementation.compress([], None, 0.9, None, message, block=8)
+    with pytest.raises(ValueError, match=r"gradient\[1\] must have 20 elements, got 19"):
+        implementation.compress([ones, ones[1:]], None, 0.9, None, message, block=8)
+    with pytest.raises(ValueError, match=r"error is written in place and must not overlap gradient\[1\]"):
+        implementation.compress([ones.copy(), ones], None, 0.9, ones, message, block=8)
+
+
 def test_a_momentum_is_given_once_and_kept_messages_are_checked(implementation: Kernels) -> None:
     ones, message = np.ones(20, np.float32), new_message(20, 8)
     sound = new_message(20, 8)
@@ -974,7 +1011,7 @@ def test_native_kernels_let_other_threads_run() -> None:
 
     def work() -> None:
         calls["begun"] = True
-        _kernels.compress(0, gradient, None, None, 0.9, 0.1, None, message, 1, False, None, 1)
+        _kernels.compress(0, [gradient], None, None, 0.9, 0.1, None, message, 1, False, None, 1)
         calls["ended"] = True
 
     interval = sys.getswitchinterval()
@@ -998,12 +1035,19 @@ def test_the_extension_guards_memory_by_itself() -> None:
     gradient, error, message = np.ones(20, np.float32), np.ones(20, np.float32), np.zeros(15, np.uint8)
 
     def compress(level: int = 0, **spoilt: Any) -> None:
-        sound = {"gradient": gradient, "momentum": None, "error": error, "message": message, "block": 8, "live": None}
+        sound = {
+            "gradients": [gradient, gradient],
+            "momentum": None,
+            "error": error,
+            "message": message,
+            "block": 8,
+            "live": None,
+        }
         sound |= {"kept": None, "threads": 1}
         a = sound | spoilt
         _kernels.compress(
             level,
-            a["gradient"],
+            a["gradients"],
             a["momentum"],
             a["kept"],
             0.9,
@@ -1021,8 +1065,11 @@ def test_the_extension_guards_memory_by_itself() -> None:
     for spoilt in (
         {"level": -1},
         {"level": 3},
-        {"gradient": gradient[:19]},
-        {"gradient": None},
+        {"gradients": [gradient[:19]]},
+        {"gradients": [gradient, gradient[:19]]},
+        {"gradients": [gradient, None]},
+        {"gradients": []},
+        {"gradients": None},
         {"momentum": gradient[:19]},
         {"error": error[1:]},
         {"live": error[1:]},
@@ -1036,9 +1083,10 @@ def test_the_extension_guards_memory_by_itself() -> None:
         {"kept": [message[1:]]},
         {"kept": 5},
         {"threads": 65},
-        {"gradient": bytes(79)},
-        {"gradient": np.zeros(81, np.uint8)[1:]},
-        {"gradient": np.ones(40, np.float32)[::2]},
+        {"gradients": [bytes(79)]},
+        {"gradients": [np.zeros(81, np.uint8)[1:]]},
+        {"gradients": [gradient, np.zeros(81, np.uint8)[1:]]},
+        {"gradients": [np.ones(40, np.float32)[::2]]},
     ):
         with pytest.raises((ValueError, TypeError, BufferError)):
             compress(**spoilt)

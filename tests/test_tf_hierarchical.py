@@ -258,6 +258,7 @@ def test_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
         assert each["memory"] == [True, False], "ranks of a host share memory, unless they cannot"
         assert each["parameters"] == found[0]["threads"]
         assert each["without memory"] == found[0]["threads"]
+        assert each["undone"] == [True, True]
         assert each["errors kept"]
         message = 4 * -(-each["num_elements"] // 2048) + each["num_elements"] / 8
         assert each["sent to other hosts"] == pytest.approx(message / 2, rel=0.05)

@@ -244,6 +244,7 @@ def test_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
     for each in found:
         assert each["place"] == [each["rank"] // 2, 2, each["rank"] % 2, 2]
         assert each["memory"], "ranks of a host share memory"
+        assert each["undone"] == [True, True]
         assert each["checksum"] == found[0]["checksum"]
         assert each["flat"] == found[0]["flat"]
         message = 4 * -(-each["num_elements"] // 2048) + each["num_elements"] / 8

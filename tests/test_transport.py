@@ -170,6 +170,36 @@ def test_bytes_that_peers_may_still_read_outlive_the_next_ones() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_a_mean_is_written_over_the_own_part_alone(size: int) -> None:
+    """Whichever rank takes it, with all parts added in one order, and before any of them is overwritten."""
+    length, rng = 100_000, np.random.default_rng(size)
+    given = [rng.normal(size=length).astype(np.float32) for _ in range(size)]
+    own = slice(7, 90_001)
+    expected = given[0][own].copy()
+    for other in given[1:]:
+        expected += other[own]
+    expected /= np.float32(size)
+    for rank in range(size):
+        memory = SharedMemory()
+        assert memory.open_peers([memory.key] * size)
+        shown = [memory.zeros(length) for _ in range(size)]
+        for array, values in zip(shown, given, strict=True):
+            array[:] = values
+        places = [memory.expose("m", array) for array in shown]
+        parts = memory.parts(rank, own, length, places)
+        assert [part.flags.writeable for part in parts] == [peer == rank for peer in range(size)]
+        for part, values in zip(parts, given, strict=True):
+            np.testing.assert_array_equal(part, values[own])
+        np.testing.assert_array_equal(memory.mean(rank, own, length, places), expected)
+        np.testing.assert_array_equal(shown[rank][own], expected)
+        for peer, array in enumerate(shown):
+            outside = [slice(0, own.start), slice(own.stop, None)] if peer == rank else [slice(None)]
+            for part in outside:
+                np.testing.assert_array_equal(array[part], given[peer][part])
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
 def test_memory_is_shown_from_several_threads_at_once() -> None:
     """TensorFlow's operations run beside each other: every array has a place of its own, inside the file."""
     memory = SharedMemory()
@@ -191,7 +221,7 @@ def test_memory_is_shown_from_several_threads_at_once() -> None:
     assert len({at for at, _ in shown}) == len(shown)
     for at, array in shown:
         assert at + array.nbytes <= os.fstat(memory._file.fileno()).st_size
-        assert (memory.mean("m", slice(0, len(array)), len(array), [at]) == array).all()
+        assert (memory.parts(0, slice(0, len(array)), len(array), [at])[0] == array).all()
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")

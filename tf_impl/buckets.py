@@ -321,9 +321,10 @@ class HostBucket:
         assert gather is not None
 
         def undo(*arrays: Any) -> Any:
-            # made again, so that nobody has to keep it until the step's end
+            # made again, so that nobody has to keep it until the step's end; the mean may lie where it is made
+            mean = None if self._mean is None else self._mean.copy()
             given: _Given = gather(*arrays)
-            gradient = given.gradient if self._mean is None else self._mean
+            gradient = given.gradient if mean is None else mean
             self._exchange.rollback(gradient, given.momentum, given.beta1, from_kept=given.from_kept)
             self._mean = None
             return np.bool_(True)

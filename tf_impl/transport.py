@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from hvd_onebit.codec import ordered_mean
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.hosts import HostGroups, Place, horovods_place
 from hvd_onebit.stall import StallLimits, StallWatch
-from hvd_onebit.transport import Group, Pending, Transport, ordered_mean
+from hvd_onebit.transport import Group, Pending, Transport
 from hvd_onebit.transport.shared import SharedMemory, share_memory
 
 if TYPE_CHECKING:
@@ -124,7 +125,9 @@ class TensorGroup(Protocol):
 class HostTensorGroup(TensorGroup, Protocol):
     """The ranks of one host."""
 
-    def reduce_scatter(self, values: tf.Tensor, lengths: Sequence[int], *, name: str) -> tf.Tensor: ...
+    def reduce_scatter(self, values: tf.Tensor, lengths: Sequence[int], *, name: str) -> tf.Tensor:
+        """This rank's part of the mean of `values` (float32, flat), summed in rank order."""
+        ...
 
     def zeros(self, num_elements: int) -> HostArray:
         """Zeros (float32) on the host, which `reduce_scatter` reads without a copy where that can be had."""
@@ -404,8 +407,8 @@ class _HorovodOnHost:
             )
             return _Arrived(mean.numpy())
 
-    def reduce_scatter(self, values: HostArray, lengths: Sequence[int], *, name: str) -> Pending[HostArray]:
-        return _mean_of_parts(self, values, lengths, name=name)
+    def gather_parts(self, values: HostArray, lengths: Sequence[int], *, name: str) -> Pending[list[HostArray]]:
+        return _parts_by_alltoall(self, values, lengths, name=name)
 
     def allgather_bytes(self, data: bytes, *, name: str) -> Pending[list[bytes]]:
         own = tf.constant(np.frombuffer(data, np.uint8))
@@ -454,8 +457,8 @@ class _HorovodSubgroup:
         every = self.allgather(flat, [len(flat)] * self.size, name=name).wait()
         return _Arrived(ordered_mean(list(every.reshape(self.size, *values.shape))))
 
-    def reduce_scatter(self, values: HostArray, lengths: Sequence[int], *, name: str) -> Pending[HostArray]:
-        return _mean_of_parts(self, values, lengths, name=name)
+    def gather_parts(self, values: HostArray, lengths: Sequence[int], *, name: str) -> Pending[list[HostArray]]:
+        return _parts_by_alltoall(self, values, lengths, name=name)
 
     def offer(self, values: HostArray, lengths: Sequence[int], *, name: str) -> tuple[HostArray, HostArray]:
         """What an alltoall of all ranks sends so that the members can take their means, and how much to each rank."""
@@ -485,10 +488,10 @@ class _HorovodSubgroup:
     def mean_of(self, offers: HostArray, lengths: Sequence[int], *, name: str) -> HostArray:
         """This rank's part of the mean, from what all members have offered."""
         if self._memory is None or not sum(lengths):
-            return _ordered_mean_of(offers.view(np.float32), self.size)
+            return _mean(list(offers.view(np.float32).reshape(self.size, lengths[self.rank])))
         stop = sum(lengths[: self.rank + 1])
         own = slice(stop - lengths[self.rank], stop)
-        return self._memory.mean(name, own, sum(lengths), [int(at) for at in offers.view(np.int64)])
+        return self._memory.mean(self.rank, own, sum(lengths), [int(at) for at in offers.view(np.int64)])
 
     def zeros(self, num_elements: int) -> HostArray:
         """Zeros (float32) that `offer` need not copy."""
@@ -497,13 +500,16 @@ class _HorovodSubgroup:
         return self._memory.zeros(num_elements)
 
 
-def _mean_of_parts(group: Group[Any], values: HostArray, lengths: Sequence[int], *, name: str) -> Pending[HostArray]:
-    received = group.alltoall(values, lengths, [lengths[group.rank]] * group.size, name=name).wait()
-    return _Arrived(_ordered_mean_of(received, group.size))
+def _parts_by_alltoall(
+    group: Group[Any], values: HostArray, lengths: Sequence[int], *, name: str
+) -> Pending[list[HostArray]]:
+    own = lengths[group.rank]
+    received: HostArray = group.alltoall(values, lengths, [own] * group.size, name=name).wait()
+    return _Arrived(list(received.reshape(group.size, own)))
 
 
-def _ordered_mean_of(parts: HostArray, size: int) -> HostArray:
-    mean: HostArray = np.asarray(ordered_mean(list(parts.reshape(size, -1))))
+def _mean(parts: Sequence[HostArray]) -> HostArray:
+    mean: HostArray = np.asarray(ordered_mean(parts))
     return mean
 
 
@@ -585,7 +591,7 @@ class _LocalGroup:
         return tf.constant(self._find().allgather(_array(message), receive_bytes, name=name).wait())
 
     def reduce_scatter(self, values: tf.Tensor, lengths: Sequence[int], *, name: str) -> tf.Tensor:
-        return tf.constant(self._find().reduce_scatter(_array(values), lengths, name=name).wait())
+        return tf.constant(_mean(self._find().gather_parts(_array(values), lengths, name=name).wait()))
 
     def zeros(self, num_elements: int) -> HostArray:
         return np.zeros(num_elements, np.float32)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hvd_onebit import threads
-from hvd_onebit.codec import Codec, HostCodec
+from hvd_onebit.codec import Codec, HostCodec, ordered_mean
 from hvd_onebit.wire import num_blocks
 
 __all__ = ["CpuCodec", "DeviceCodec", "TritonCodec", "codec_for", "num_threads", "why_not_triton"]
@@ -84,7 +84,7 @@ class CpuCodec:
 
     def compress(
         self,
-        gradient: Tensor,
+        gradient: Tensor | Sequence[Tensor],
         momentum: Tensor | None,
         beta1: float,
         error: Tensor | None,
@@ -96,7 +96,7 @@ class CpuCodec:
         kept: Sequence[Tensor] | None = None,
     ) -> None:
         self._host.compress(
-            gradient.numpy(),
+            gradient.numpy() if isinstance(gradient, Tensor) else [each.numpy() for each in gradient],
             _numpy(momentum),
             beta1,
             _numpy(error),
@@ -176,7 +176,7 @@ class DeviceCodec:
 
     def compress(
         self,
-        gradient: Tensor,
+        gradient: Tensor | Sequence[Tensor],
         momentum: Tensor | None,
         beta1: float,
         error: Tensor | None,
@@ -187,6 +187,8 @@ class DeviceCodec:
         live: Tensor | None,
         kept: Sequence[Tensor] | None = None,
     ) -> None:
+        if not isinstance(gradient, Tensor):
+            gradient = ordered_mean(gradient)
         if kept is not None:
             momentum = self._mean(kept, len(gradient), block)
         z = gradient if momentum is None else momentum * beta1 + gradient * (1.0 - beta1)
@@ -288,7 +290,7 @@ class TritonCodec(DeviceCodec):
 
     def compress(
         self,
-        gradient: Tensor,
+        gradient: Tensor | Sequence[Tensor],
         momentum: Tensor | None,
         beta1: float,
         error: Tensor | None,
@@ -299,6 +301,8 @@ class TritonCodec(DeviceCodec):
         live: Tensor | None,
         kept: Sequence[Tensor] | None = None,
     ) -> None:
+        if not isinstance(gradient, Tensor):
+            gradient = ordered_mean(gradient)
         if kept is not None:
             momentum = self._mean(kept, len(gradient), block)
         self._kernels.compress(gradient, momentum, beta1, error, message, block=block, scale=scale, live=live)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hvd_onebit.codec import ordered_mean
 from hvd_onebit.hosts import Place, horovods_place
 from hvd_onebit.stall import StallLimits, Wait
-from hvd_onebit.transport import Group, Pending, Transport, ordered_mean
+from hvd_onebit.transport import Group, Pending, Transport
 from hvd_onebit.transport.shared import SharedMemory, share_memory
 
 if TYPE_CHECKING:
@@ -114,11 +116,8 @@ class HorovodTransport:
         )
         return self._pending(handle, name, lambda mean: mean)
 
-    def reduce_scatter(self, values: Tensor, lengths: Sequence[int], *, name: str) -> Pending[Tensor]:
-        # Horovod's own goes through Gloo's halving and doubling: measured 3 to 6 times slower, and in no fixed order
-        size = self.size
-        received = self.alltoall(values, lengths, [lengths[self.rank]] * size, name=name)
-        return _Then(received.ready, received.wait, lambda parts: ordered_mean(parts.view(size, -1).unbind()))
+    def gather_parts(self, values: Tensor, lengths: Sequence[int], *, name: str) -> Pending[list[Tensor]]:
+        return _parts_by_alltoall(self, values, lengths, name=name)
 
     def allgather_bytes(self, data: bytes, *, name: str) -> Pending[list[bytes]]:
         # lengths travel in front, so that one collective serves messages of any length
@@ -182,6 +181,7 @@ class _Subgroup:
         self._ranks = tuple(ranks)
         self._name = name
         self._memory = memory
+        self._parts: dict[tuple[int, ...], list[Tensor]] = {}
         self.rank = self._ranks.index(everyone.rank)
         self.size = len(self._ranks)
 
@@ -214,11 +214,10 @@ class _Subgroup:
             gathered.ready, gathered.wait, lambda each: ordered_mean(each.view(self.size, *values.shape).unbind())
         )
 
-    def reduce_scatter(self, values: Tensor, lengths: Sequence[int], *, name: str) -> Pending[Tensor]:
+    def gather_parts(self, values: Tensor, lengths: Sequence[int], *, name: str) -> Pending[list[Tensor]]:
         memory = self._memory
         if memory is None or values.device.type != "cpu" or not len(values):
-            received = self.alltoall(values, lengths, [lengths[self.rank]] * self.size, name=name)
-            return _Then(received.ready, received.wait, lambda parts: ordered_mean(parts.view(self.size, -1).unbind()))
+            return _parts_by_alltoall(self, values, lengths, name=name)
         # everybody is told where the values are: they stay there until all have read them, since no rank gets to the
         # next step's before the others have sent what they made of these
         stop = sum(lengths[: self.rank + 1])
@@ -226,11 +225,25 @@ class _Subgroup:
         at = torch.tensor([memory.expose(name, array)])
         places = self._everyone.allgather(at, [1] * self._everyone.size, name=f"{self._name}.{name}")
 
-        def mean(places: Tensor) -> Tensor:
+        def parts(places: Tensor) -> list[Tensor]:
             written = [int(places[rank]) for rank in self._ranks]
-            return torch.from_numpy(memory.mean(name, own, len(array), written))
+            key = (own.start, own.stop, *written)
+            if key not in self._parts:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written
+                    found = [torch.from_numpy(each) for each in memory.parts(self.rank, own, len(array), written)]
+                self._parts[key] = found
+            return self._parts[key]
 
-        return _Then(places.ready, places.wait, mean)
+        return _Then(places.ready, places.wait, parts)
+
+
+def _parts_by_alltoall(
+    group: HorovodTransport | _Subgroup, values: Tensor, lengths: Sequence[int], *, name: str
+) -> Pending[list[Tensor]]:
+    own = lengths[group.rank]
+    received = group.alltoall(values, lengths, [own] * group.size, name=name)
+    return _Then(received.ready, received.wait, lambda parts: list(parts.view(group.size, own).unbind()))
 
 
 def _split_frames(framed: bytes) -> list[bytes]:
@@ -278,9 +291,10 @@ class HostTransport:
         pending = self._inner.allgather(message.cpu().numpy(), receive_bytes, name=name)
         return _Then(pending.ready, pending.wait, _tensor_on(message.device))
 
-    def reduce_scatter(self, values: Tensor, lengths: Sequence[int], *, name: str) -> Pending[Tensor]:
-        pending = self._inner.reduce_scatter(values.cpu().numpy(), lengths, name=name)
-        return _Then(pending.ready, pending.wait, _tensor_on(values.device))
+    def gather_parts(self, values: Tensor, lengths: Sequence[int], *, name: str) -> Pending[list[Tensor]]:
+        pending = self._inner.gather_parts(values.cpu().numpy(), lengths, name=name)
+        convert = _tensor_on(values.device)
+        return _Then(pending.ready, pending.wait, lambda parts: [convert(part) for part in parts])
 
     def allreduce(self, values: Tensor, *, name: str) -> Pending[Tensor]:
         # NumPy has no bfloat16: half precision is averaged as float32

@@ -60,16 +60,20 @@ static int make_team(struct onebit_team *team, int threads, Py_ssize_t n, Py_ssi
 
 struct call {
     struct onebit_team team;
-    Py_buffer arrays[MAX_ARRAYS], *messages;
-    Py_ssize_t num_arrays, num_messages;
+    Py_buffer arrays[MAX_ARRAYS], *messages, *gradients;
+    Py_ssize_t num_arrays, num_messages, num_gradients;
     const uint8_t **pointers;
+    const float **gradient_pointers;
 };
 
 static void release(struct call *call) {
     for (Py_ssize_t i = 0; i < call->num_arrays; i++) PyBuffer_Release(&call->arrays[i]);
     for (Py_ssize_t i = 0; i < call->num_messages; i++) PyBuffer_Release(&call->messages[i]);
+    for (Py_ssize_t i = 0; i < call->num_gradients; i++) PyBuffer_Release(&call->gradients[i]);
     PyMem_Free(call->messages);
     PyMem_Free(call->pointers);
+    PyMem_Free(call->gradients);
+    PyMem_Free(call->gradient_pointers);
     PyMem_Free(call->team.sums);
 }
 
@@ -86,14 +90,8 @@ static int take_bytes(struct call *call, PyObject *object, int flags, void **dat
     return 0;
 }
 
-/* `count` floats, or any number of them if *count is -1, which then becomes their number; None only if `optional`. */
-static int take_floats(struct call *call, PyObject *object, const char *name, int flags, int optional,
-                       Py_ssize_t *count, float **data) {
-    void *bytes;
-    Py_ssize_t num_bytes;
-    if (take_bytes(call, object, flags, &bytes, &num_bytes) < 0) return -1;
-    *data = bytes;
-    if (num_bytes < 0 && optional) return 0;
+/* Whether there are *count floats at `bytes`, or any number of them if it is -1, which then becomes their number. */
+static int check_floats(const void *bytes, Py_ssize_t num_bytes, const char *name, Py_ssize_t *count) {
     if (num_bytes < 0 || num_bytes % (Py_ssize_t)sizeof(float) != 0 || (uintptr_t)bytes % sizeof(float) != 0 ||
         (*count >= 0 && num_bytes / (Py_ssize_t)sizeof(float) != *count)) {
         PyErr_Format(PyExc_ValueError, "%s: not as many aligned floats as expected", name);
@@ -101,6 +99,46 @@ static int take_floats(struct call *call, PyObject *object, const char *name, in
     }
     *count = num_bytes / (Py_ssize_t)sizeof(float);
     return 0;
+}
+
+/* Floats as `check_floats` has them; None only if `optional`. */
+static int take_floats(struct call *call, PyObject *object, const char *name, int flags, int optional,
+                       Py_ssize_t *count, float **data) {
+    void *bytes;
+    Py_ssize_t num_bytes;
+    if (take_bytes(call, object, flags, &bytes, &num_bytes) < 0) return -1;
+    *data = bytes;
+    if (num_bytes < 0 && optional) return 0;
+    return check_floats(bytes, num_bytes, name, count);
+}
+
+/* The gradients of a list or tuple, all of the length of the first. */
+static int take_gradients(struct call *call, PyObject *object, Py_ssize_t *num_elements) {
+    PyObject *sequence = PySequence_Fast(object, "gradients must be a sequence");
+    if (sequence == NULL) return -1;
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence);
+    int status = -1;
+    if (count < 1) {
+        PyErr_SetString(PyExc_ValueError, "there must be one gradient at least");
+        goto done;
+    }
+    call->gradients = PyMem_Calloc((size_t)count, sizeof *call->gradients);
+    call->gradient_pointers = PyMem_Calloc((size_t)count, sizeof *call->gradient_pointers);
+    if (call->gradients == NULL || call->gradient_pointers == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_buffer *view = &call->gradients[i];
+        if (PyObject_GetBuffer(PySequence_Fast_GET_ITEM(sequence, i), view, PyBUF_C_CONTIGUOUS) < 0) goto done;
+        call->num_gradients++;
+        call->gradient_pointers[i] = view->buf;
+        if (check_floats(view->buf, view->len, "gradient", num_elements) < 0) goto done;
+    }
+    status = 0;
+done:
+    Py_DECREF(sequence);
+    return status;
 }
 
 static int check_counts(Py_ssize_t num_elements, Py_ssize_t block) {
@@ -183,16 +221,16 @@ static PyObject *py_levels(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(igno
 
 static PyObject *py_compress(PyObject *Py_UNUSED(module), PyObject *args) {
     int level, mean, threads;
-    PyObject *py_gradient, *py_momentum, *py_kept, *py_error, *py_message, *py_live, *result = NULL;
-    float beta, one_minus_beta, *gradient, *momentum, *error, *live;
+    PyObject *py_gradients, *py_momentum, *py_kept, *py_error, *py_message, *py_live, *result = NULL;
+    float beta, one_minus_beta, *momentum, *error, *live;
     Py_ssize_t block, count = -1;
     uint8_t *message;
     struct call call = {0};
-    if (!PyArg_ParseTuple(args, "iOOOffOOnpOi:compress", &level, &py_gradient, &py_momentum, &py_kept, &beta,
+    if (!PyArg_ParseTuple(args, "iOOOffOOnpOi:compress", &level, &py_gradients, &py_momentum, &py_kept, &beta,
                           &one_minus_beta, &py_error, &py_message, &block, &mean, &py_live, &threads))
         return NULL;
     if (check_level(level) < 0 || check_counts(0, block) < 0 ||
-        take_floats(&call, py_gradient, "gradient", 0, 0, &count, &gradient) < 0 ||
+        take_gradients(&call, py_gradients, &count) < 0 ||
         take_floats(&call, py_momentum, "momentum", 0, 1, &count, &momentum) < 0 ||
         (py_kept != Py_None && take_messages(&call, py_kept, count, block) < 0) ||
         take_floats(&call, py_error, "error", PyBUF_WRITABLE, 1, &count, &error) < 0 ||
@@ -201,8 +239,9 @@ static PyObject *py_compress(PyObject *Py_UNUSED(module), PyObject *args) {
         make_team(&call.team, threads, count, block) < 0)
         goto done;
     Py_BEGIN_ALLOW_THREADS
-    onebit_compress((enum onebit_level)level, gradient, momentum, call.pointers, (size_t)call.num_messages, beta, one_minus_beta, error, live, (size_t)count,
-                    (size_t)block, mean ? ONEBIT_MEAN : ONEBIT_RMS, message, &call.team);
+    onebit_compress((enum onebit_level)level, call.gradient_pointers, (size_t)call.num_gradients, momentum, call.pointers,
+                    (size_t)call.num_messages, beta, one_minus_beta, error, live, (size_t)count, (size_t)block,
+                    mean ? ONEBIT_MEAN : ONEBIT_RMS, message, &call.team);
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
 done:
@@ -316,7 +355,7 @@ done:
 static PyMethodDef methods[] = {
     {"levels", py_levels, METH_NOARGS, "Names of the levels of vector instructions that this processor has, \"c\" first."},
     {"compress", py_compress, METH_VARARGS,
-     "compress(level, gradient, momentum, kept, beta, one_minus_beta, error, message, block, mean, live, threads)"},
+     "compress(level, gradients, momentum, kept, beta, one_minus_beta, error, message, block, mean, live, threads)"},
     {"reduce", py_reduce, METH_VARARGS,
      "reduce(level, messages, error, message, num_elements, block, mean, live, threads)"},
     {"average", py_average, METH_VARARGS, "average(level, messages, values, block, live, threads)"},

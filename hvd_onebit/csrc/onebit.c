@@ -155,6 +155,41 @@ static ALWAYS_INLINE void apply_lines(const float *m, float *parameter, float *m
     apply_loop(m + i, parameter + i, momentum + i, variance == NULL ? NULL : variance + i, count - i, step);
 }
 
+/* z = the mean of `num` arrays, summed in their order, of `count` elements from `begin`. */
+static ALWAYS_INLINE void mean_of_line(const float *const *arrays, size_t num, size_t begin, struct mean mean,
+                                       float *restrict z, size_t count) {
+    const float *a = arrays[0] + begin;
+    if (num == 2) {
+        const float *b = arrays[1] + begin;
+        for (size_t k = 0; k < count; k++) z[k] = (a[k] + b[k]) * mean.factor;
+        return;
+    }
+    float sums[LINE];
+    for (size_t k = 0; k < count; k++) sums[k] = a[k];
+    for (size_t r = 1; r < num; r++) {
+        const float *b = arrays[r] + begin;
+        for (size_t k = 0; k < count; k++) sums[k] = sums[k] + b[k];
+    }
+    if (mean.divisor == 1.0f) {
+        for (size_t k = 0; k < count; k++) z[k] = sums[k] * mean.factor;
+    } else {
+        for (size_t k = 0; k < count; k++) z[k] = sums[k] / mean.divisor;
+    }
+}
+
+/* The same for more elements, line by line as above. What is added to the mean next is asked for, too. */
+static ALWAYS_INLINE void mean_lines(const float *const *arrays, size_t num, size_t begin, struct mean mean,
+                                     struct addends next, float *restrict z, size_t count) {
+    size_t i = 0;
+    for (; i + LINE <= count; i += LINE) {
+        for (size_t r = 0; r < num; r++) FETCH(arrays[r], begin + i);
+        if (next.momentum != NULL && !next.decoded) FETCH(next.momentum, i);
+        if (next.error != NULL) FETCH(next.error, i);
+        mean_of_line(arrays, num, begin + i, mean, z + i, LINE);
+    }
+    mean_of_line(arrays, num, begin + i, mean, z + i, count - i);
+}
+
 /* ---- Plain loops; i is where to go on, for the last elements of the vector versions ---- */
 
 /* z = the sum of the addends, which may be z itself; lanes[i % LANES] += |z| or z*z. */
@@ -350,6 +385,11 @@ TARGET_AVX2 static void apply_avx2(const float *m, float *parameter, float *mome
     apply_lines(m, parameter, momentum, variance, count, step);
 }
 
+TARGET_AVX2 static void mean_floats_avx2(const float *const *arrays, size_t num, size_t begin, struct mean mean,
+                                    struct addends next, float *z, size_t count) {
+    mean_lines(arrays, num, begin, mean, next, z, count);
+}
+
 TARGET_AVX2 static void triad_avx2(float *a, const float *b, const float *c, float s, size_t count) {
     triad_loop(a, b, c, s, count);
 }
@@ -489,6 +529,11 @@ TARGET_AVX512 static void apply_avx512(const float *m, float *parameter, float *
     apply_lines(m, parameter, momentum, variance, count, step);
 }
 
+TARGET_AVX512 static void mean_floats_avx512(const float *const *arrays, size_t num, size_t begin, struct mean mean,
+                                    struct addends next, float *z, size_t count) {
+    mean_lines(arrays, num, begin, mean, next, z, count);
+}
+
 TARGET_AVX512 static void triad_avx512(float *a, const float *b, const float *c, float s, size_t count) {
     triad_loop(a, b, c, s, count);
 }
@@ -604,6 +649,11 @@ static void apply_neon(const float *m, float *parameter, float *momentum, const 
     apply_lines(m, parameter, momentum, variance, count, step);
 }
 
+static void mean_floats_neon(const float *const *arrays, size_t num, size_t begin, struct mean mean,
+                                    struct addends next, float *z, size_t count) {
+    mean_lines(arrays, num, begin, mean, next, z, count);
+}
+
 static void triad_neon(float *a, const float *b, const float *c, float s, size_t count) {
     triad_loop(a, b, c, s, count);
 }
@@ -647,6 +697,11 @@ static void hold(float *z, const float *live, size_t count) { hold_loop(z, live,
 static void apply(const float *m, float *parameter, float *momentum, const float *variance, size_t count,
                   const struct onebit_step *step) {
     apply_lines(m, parameter, momentum, variance, count, step);
+}
+
+static void mean_floats(const float *const *arrays, size_t num, size_t begin, struct mean mean, struct addends next,
+                        float *z, size_t count) {
+    mean_lines(arrays, num, begin, mean, next, z, count);
 }
 
 static void triad(float *a, const float *b, const float *c, float s, size_t count) { triad_loop(a, b, c, s, count); }
@@ -827,11 +882,13 @@ static size_t piece_length(const struct senders *from, size_t begin, size_t end)
 
 /* ---- Compression ---- */
 
-/* What is compressed, gradient and momentum if there is a gradient, else the mean of messages; and where it goes. The
- * momentum may be the mean of messages, too. */
+/* What is compressed, the mean of gradients and the momentum if there are gradients, else the mean of messages; and where
+ * it goes. The momentum may be the mean of messages, too. */
 struct compression {
     enum onebit_level level;
-    const float *gradient, *momentum;
+    const float *const *gradients;
+    size_t num_gradients;
+    const float *momentum;
     struct senders kept;
     float beta, one_minus_beta;
     struct senders from;
@@ -855,15 +912,20 @@ static struct onebit_sum compensate(const struct compression *job, size_t begin,
     float momentum[SUB_BLOCK] ALIGNED;
     if (job->error != NULL) in.error = job->error + begin;
     if (job->live != NULL) in.live = job->live + begin;
-    if (job->gradient == NULL) {
+    if (job->num_gradients == 0) {
         decode(job->level, &job->from, begin, count, in.error, z);
     } else {
-        in.values = job->gradient + begin;
         if (job->momentum != NULL) in.momentum = job->momentum + begin;
         if (job->kept.num > 0) {
             decode(job->level, &job->kept, begin, count, NULL, momentum);
             in.momentum = momentum;
             in.decoded = 1;
+        }
+        if (job->num_gradients == 1) {
+            in.values = job->gradients[0] + begin;
+        } else {
+            DISPATCH(job->level, mean_floats, job->gradients, job->num_gradients, begin, mean_of(job->num_gradients),
+                     in, z, count);
         }
     }
     double lanes[LANES] = {0.0};
@@ -1026,12 +1088,13 @@ static void compress_job(const struct compression *job) {
     }
 }
 
-void onebit_compress(enum onebit_level level, const float *gradient, const float *momentum, const uint8_t *const *kept,
-                     size_t num_kept, float beta, float one_minus_beta, float *error, const float *live, size_t n,
-                     size_t block, enum onebit_scale kind, uint8_t *message, const struct onebit_team *team) {
+void onebit_compress(enum onebit_level level, const float *const *gradients, size_t num_gradients, const float *momentum,
+                     const uint8_t *const *kept, size_t num_kept, float beta, float one_minus_beta, float *error,
+                     const float *live, size_t n, size_t block, enum onebit_scale kind, uint8_t *message,
+                     const struct onebit_team *team) {
     const struct senders from = {NULL, 0, n, block}, kept_from = {kept, num_kept, n, block};
-    const struct compression job = {level, gradient, momentum, kept_from, beta, one_minus_beta, from, error,
-                                    live,  n,        block,    kind,      message, team};
+    const struct compression job = {level, gradients, num_gradients, momentum, kept_from, beta, one_minus_beta, from,
+                                    error, live,      n,             block,    kind,      message, team};
     compress_job(&job);
 }
 
@@ -1039,8 +1102,8 @@ void onebit_reduce(enum onebit_level level, const uint8_t *const *messages, size
                    const float *live, size_t n, size_t block, enum onebit_scale kind, uint8_t *message,
                    const struct onebit_team *team) {
     const struct senders from = {messages, num_messages, n, block}, nothing = {NULL, 0, n, block};
-    const struct compression job = {level, NULL, NULL, nothing, 0.0f, 0.0f, from, error, live, n, block, kind, message,
-                                    team};
+    const struct compression job = {level, NULL, 0,    NULL,  nothing, 0.0f,    0.0f, from,
+                                    error, live, n, block, kind,    message, team};
     compress_job(&job);
 }
 

@@ -68,16 +68,17 @@ size_t onebit_num_sums(size_t n, size_t block);
 
 /* Compress z = (beta * momentum + one_minus_beta * gradient) + error into `message`; error becomes z - C(z).
  *
- * gradient  n floats
+ * gradients n floats each, num_gradients >= 1 of them: the gradient is their mean, summed in their order
  * momentum  n floats, or NULL: then the mean of `kept`, num_kept messages of n elements; if there are none, z = gradient +
  *           error
  * error     n floats, updated except in blocks that aren't finite; or NULL: nothing added, nothing kept
  * live      n floats, elements where it's 0 being held (no part in scale and error, bit 1); or NULL: none is
  * message   overwritten, pad bits included
  */
-void onebit_compress(enum onebit_level level, const float *gradient, const float *momentum, const uint8_t *const *kept,
-                     size_t num_kept, float beta, float one_minus_beta, float *error, const float *live, size_t n,
-                     size_t block, enum onebit_scale kind, uint8_t *message, const struct onebit_team *team);
+void onebit_compress(enum onebit_level level, const float *const *gradients, size_t num_gradients, const float *momentum,
+                     const uint8_t *const *kept, size_t num_kept, float beta, float one_minus_beta, float *error,
+                     const float *live, size_t n, size_t block, enum onebit_scale kind, uint8_t *message,
+                     const struct onebit_team *team);
 
 /* Compress y = mean of `messages` + error into `message`; error becomes y - C(y). error, live, message as above. */
 void onebit_reduce(enum onebit_level level, const uint8_t *const *messages, size_t num_messages, float *error,

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from hvd_onebit.hosts import Place
 
-__all__ = ["Collectives", "Group", "Pending", "Transport", "ordered_mean"]
+__all__ = ["Collectives", "Group", "Pending", "Transport"]
 
 Array = TypeVar("Array", bound=Any)
 Result = TypeVar("Result", covariant=True)
@@ -56,10 +56,16 @@ class Collectives(Protocol[Array]):
 class Group(Collectives[Array], Protocol[Array]):
     """What an exchange needs of `size` ranks, on one framework's flat arrays."""
 
-    def reduce_scatter(self, values: Array, lengths: Sequence[int], *, name: str) -> Pending[Array]:
-        """This rank's part of the mean of `values` (float32, flat); `lengths` are the elements of each rank's part.
+    def gather_parts(self, values: Array, lengths: Sequence[int], *, name: str) -> Pending[list[Array]]:
+        """This rank's part of every rank's `values` (float32, flat), in rank order; not to be written.
 
-        The sum is made in rank order: two runs give the same bits.
+        They may lie where the ranks have their values. So these must stay as they are until all ranks have said, by
+        another collective, that they need the parts no more.
+
+        Args:
+            values: of all ranks' parts, end to end.
+            lengths: the elements of each rank's part.
+            name: as for every collective, the same on all ranks.
         """
         ...
 
@@ -83,7 +89,7 @@ class Transport(Group[Array], Protocol[Array]):
         ...
 
     def shared_zeros(self, num_elements: int) -> Array | None:
-        """Zeros (float32, on the host) that a `reduce_scatter` of ranks of one host reads without a copy.
+        """Zeros (float32, on the host) that a `gather_parts` of ranks of one host reads without a copy.
 
         None where that makes no difference.
         """
@@ -92,13 +98,3 @@ class Transport(Group[Array], Protocol[Array]):
     def allgather_bytes(self, data: bytes, *, name: str) -> Pending[list[bytes]]:
         """Every rank's `data`, which may differ in length, in rank order."""
         ...
-
-
-def ordered_mean(parts: Sequence[Array]) -> Array:
-    """The elementwise mean, summed in the order given."""
-    first, *others = parts
-    total: Array = first + 0 if not others else first + others.pop(0)
-    for part in others:
-        total += part
-    total /= len(parts)
-    return total

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.hosts import Place, place_of
-from hvd_onebit.transport import ordered_mean
 
 __all__ = ["LocalTransport", "run_ranks"]
 
@@ -154,14 +153,14 @@ class LocalTransport:
 
         return self._start(name, values.copy(), combine)
 
-    def reduce_scatter(self, values: HostArray, lengths: Sequence[int], *, name: str) -> _LocalPending:
+    def gather_parts(self, values: HostArray, lengths: Sequence[int], *, name: str) -> _LocalPending:
         stop = sum(lengths[: self.rank + 1])
         own = slice(stop - lengths[self.rank], stop)
 
-        def combine(all_values: list[HostArray]) -> HostArray:
-            return np.asarray(ordered_mean([each[own] for each in all_values]))
+        def combine(all_values: list[HostArray]) -> list[HostArray]:
+            return [each[own] for each in all_values]
 
-        return self._start(name, values.copy(), combine)
+        return self._start(name, values, combine)  # read where they lie, as by processes that share memory
 
     def allgather_bytes(self, data: bytes, *, name: str) -> _LocalPending:
         return self._start(name, data, list)

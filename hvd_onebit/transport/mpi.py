@@ -19,7 +19,6 @@ import numpy.typing as npt
 from hvd_onebit.errors import OneBitError
 from hvd_onebit.hosts import Place, place_of
 from hvd_onebit.stall import StallLimits, Wait
-from hvd_onebit.transport import ordered_mean
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -171,16 +170,14 @@ class MPITransport:
 
         return _MPIPending(self, request, name, mean, wide, total)
 
-    def reduce_scatter(self, values: HostArray, lengths: Sequence[int], *, name: str) -> _MPIPending:
+    def gather_parts(self, values: HostArray, lengths: Sequence[int], *, name: str) -> _MPIPending:
         own = lengths[self.rank]
         received = np.empty(own * self.size, np.float32)
         request = self._comm.Ialltoallv(
             [values, list(lengths), _displacements(lengths), self._MPI.FLOAT],
             [received, [own] * self.size, _displacements([own] * self.size), self._MPI.FLOAT],
         )
-        return _MPIPending(
-            self, request, name, lambda: ordered_mean([*received.reshape(self.size, own)]), values, received
-        )
+        return _MPIPending(self, request, name, lambda: [*received.reshape(self.size, own)], values, received)
 
     def allgather_bytes(self, data: bytes, *, name: str) -> _MPIPending:
         lengths = np.empty(self.size, np.int64)

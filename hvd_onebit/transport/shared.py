@@ -72,7 +72,7 @@ class SharedMemory:
         self._free: dict[int, list[tuple[int, mmap.mmap]]] = {}
         self._copies: dict[tuple[str, int], Floats] = {}
         self._twins: dict[tuple[str, int], list[Floats]] = {}
-        self._means: dict[tuple[str, int], Floats] = {}
+        self._memories: dict[int, mmap.mmap] = {}
         self._peers: list[int] = []
         self._views: dict[tuple[int, int, int], Floats] = {}
         self._token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
@@ -160,32 +160,45 @@ class SharedMemory:
         ]
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
-    def mean(self, name: str, own: slice, num_elements: int, places: Sequence[int]) -> Floats:
-        """The mean of what all peers have at `places`, elements `own` of each.
+    def parts(self, rank: int, own: slice, num_elements: int, places: Sequence[int]) -> list[Floats]:
+        """Elements `own` of what every peer has at `places`, where they lie; only this process's are writable.
 
         Args:
-            name: the result is overwritten when the next one of that name and length is made.
-            own: the part that is averaged.
+            rank: this process's number among the peers.
+            own: the part.
             num_elements: the elements at each place.
-            places: what `expose` returned to each peer, in the order of `open_peers`; the sum is made in that order.
+            places: what `expose` returned to each peer, in the order of `open_peers`.
         """
-        key = (name, own.stop - own.start)
-        if key not in self._means:
-            self._means[key] = np.empty(key[1], np.float32)
-        mean = self._means[key]
-        parts = [self._view(peer, at, num_elements)[own] for peer, at in enumerate(places)]
+        memories = [
+            np.frombuffer(self._memories[at], np.float32) if peer == rank else self._view(peer, at, num_elements)
+            for peer, at in enumerate(places)
+        ]
+        return [memory[own] for memory in memories]
+
+    def mean(self, rank: int, own: slice, num_elements: int, places: Sequence[int]) -> Floats:
+        """The mean of what all peers have at `places`, elements `own` of each, which no other peer averages.
+
+        The sum is made in the peers' order. It is written where this process has its part, so that it takes no memory,
+        and costs reading the parts once. Arguments as in `parts`.
+        """
+        parts = self.parts(rank, own, num_elements, places)
+        mean = parts[rank]
+        if len(parts) == 1:
+            return mean
+        count = np.float32(len(parts))
+        is_power_of_two = len(parts) & (len(parts) - 1) == 0  # then a multiplication gives the same bits, sooner
+        # later parts must not be overwritten before they are added
+        sums = None if rank < 2 else np.empty(min(_CACHED, len(mean)), np.float32)
         for start in range(0, len(mean), _CACHED):
             here = slice(start, start + _CACHED)
-            if len(parts) == 1:
-                mean[here] = parts[0][here]
-                continue
-            np.add(parts[0][here], parts[1][here], out=mean[here])
+            total = mean[here] if sums is None else sums[: len(mean[here])]
+            np.add(parts[0][here], parts[1][here], out=total)
             for part in parts[2:]:
-                mean[here] += part[here]
-            if len(parts) == 2:
-                mean[here] *= np.float32(0.5)  # the same bits as a division, in less time
+                total += part[here]
+            if is_power_of_two:
+                np.multiply(total, 1 / count, out=mean[here])
             else:
-                mean[here] /= np.float32(len(parts))
+                np.divide(total, count, out=mean[here])
         return mean
 
     def _view(self, peer: int, at: int, num_elements: int) -> Floats:
@@ -200,7 +213,8 @@ class SharedMemory:
         at = self._num_bytes
         self._num_bytes += -(-4 * num_elements // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         os.ftruncate(self._file.fileno(), self._num_bytes)
-        return at, mmap.mmap(self._file.fileno(), 4 * num_elements, offset=at)
+        self._memories[at] = mmap.mmap(self._file.fileno(), 4 * num_elements, offset=at)
+        return at, self._memories[at]
 
     def __del__(self) -> None:
         if self._file is not None:

@@ -62,12 +62,27 @@ def shares_memory(optimizer: Any) -> bool:
     return bool(optimizer._engine.value._groups.inside.shares_memory)
 
 
+def undoes_a_step(optimizer: Any, trained: list[Any]) -> bool:
+    """Whether a step with NaN on one rank leaves parameters and errors, to rounding, as they were."""
+    parts = [part for bucket in optimizer._engine.value._buckets for part in bucket.errors().values()]
+    errors = [part for part in parts if part is not None]
+    before, parameters, skipped = [each.copy() for each in errors], checksum(trained), optimizer.stats.steps_skipped
+    given = gradients(STEPS, hvd.rank())
+    if hvd.rank() == 2:
+        given[2] = tf.tensor_scatter_nd_update(given[2], [[99, 999]], [np.nan])
+    optimizer.apply(given, trained)
+    same = all(np.allclose(now, old, rtol=1e-5, atol=1e-5) for now, old in zip(errors, before, strict=True))
+    was_owed = all(old.any() for old in before)
+    return same and was_owed and checksum(trained) == parameters and optimizer.stats.steps_skipped == skipped + 1
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
     hvd.init()
     optimizer, trained = train()
     with mock.patch.object(SharedMemory, "open_peers", return_value=hvd.rank() != 3):
         other, without_memory = train()
+    undone = [undoes_a_step(*each) for each in ((optimizer, trained), (other, without_memory))]
     optimizer.synchronize_for_checkpoint()
     saved: dict[str, Any] = {}
     optimizer.save_own_variables(saved)
@@ -78,6 +93,7 @@ def main() -> None:
         "memory": [shares_memory(optimizer), shares_memory(other)],
         "parameters": checksum(trained),
         "without memory": checksum(without_memory),
+        "undone": undone,
         # on one rank: the others are compared with it
         "threads": run_ranks(4, run_on_threads, ranks_per_host=2)[0] if hvd.rank() == 0 else None,
         "errors kept": len(set(everyones)) == 1 and sum(map(len, whole)) == stats.compressed_elements,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import zlib
 from pathlib import Path
@@ -56,6 +57,36 @@ def wrap(ps: list[torch.nn.Parameter], **options: Any) -> Any:
     )
 
 
+def backward(ps: list[torch.nn.Parameter], given: list[torch.Tensor]) -> None:
+    sum((p * g).sum() for p, g in zip(ps, given, strict=True)).backward()  # type: ignore[union-attr]
+
+
+def undoes_a_step(optimizer: Any, ps: list[torch.nn.Parameter], *, is_finite: bool) -> bool:
+    """Whether parameters and errors, to rounding, are as they were after a step with NaN on one rank.
+
+    Or, if finite, after one that was synchronised, whose gradients were then overwritten, and which was not used.
+    """
+    exchanges = [bucket.exchange for bucket in optimizer._onebit._all_buckets()]
+    errors = [error for each in exchanges for error in (each.worker_error, each.server_error) if error is not None]
+    before, was, skipped = [each.clone() for each in errors], checksum(ps), optimizer.stats.steps_skipped
+    given = gradients(STEPS, hvd.rank())
+    if is_finite:
+        optimizer.zero_grad()
+        backward(ps, given)
+        optimizer.synchronize()
+        for p in ps:
+            p.grad = None
+        given = [torch.zeros_like(each) for each in given]
+    if hvd.rank() == 2:
+        given[2][99, 999] = math.nan
+    optimizer.zero_grad()
+    backward(ps, given)
+    optimizer.step()
+    same = all(torch.allclose(now, old, rtol=1e-5, atol=1e-5) for now, old in zip(errors, before, strict=True))
+    skips = optimizer.stats.steps_skipped - skipped
+    return same and all(bool(old.any()) for old in before) and checksum(ps) == was and skips == 1 + is_finite
+
+
 def run_on_hosts(hierarchical: bool | str) -> tuple[Any, list[torch.nn.Parameter], float]:
     ps = parameters()
     optimizer = wrap(ps, hierarchical=hierarchical)
@@ -77,7 +108,9 @@ def main() -> None:
     _, flat, _ = run_on_hosts(False)
     engine, stats = optimizer._onebit, optimizer.stats
     place = engine._place
+    undone = [undoes_a_step(optimizer, ps, is_finite=is_finite) for is_finite in (False, True)]
     found = {
+        "undone": undone,
         "rank": hvd.rank(),
         "place": [place.host, place.num_hosts, place.local_rank, place.local_size],
         "memory": engine._groups.inside._memory is not None,
