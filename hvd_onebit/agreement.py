@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hvd_onebit import __version__
@@ -65,27 +65,75 @@ def check_fields(encoded: Sequence[bytes]) -> None:
         encoded: every rank's `encode_fields`, in rank order.
     """
     all_fields = [json.loads(each) for each in encoded]
-    differences = []
+    differences: dict[str, str] = {}
     for name in sorted({name for fields in all_fields for name in fields}):
         ranks_by_value: defaultdict[str, list[int]] = defaultdict(list)
         for rank, fields in enumerate(all_fields):
             ranks_by_value[_shown(fields.get(name))].append(rank)
         if len(ranks_by_value) > 1:
             views = "; ".join(f"rank {_join(ranks)}: {value}" for value, ranks in ranks_by_value.items())
-            differences.append(f"  {name}: {views}")
+            differences[name] = f"  {name}: {views}"
     if differences:
+        has_started = any(fields.get("step") for fields in all_fields)
         raise OneBitError(
             "the ranks disagree, so training was stopped on all of them before anything was mixed up:\n"
-            + "\n".join(differences)
-            + "\nEvery rank must build the same model and optimizer, start from the same parameters (broadcast them "
-            "from one rank, by hvd.broadcast_parameters or the callback BroadcastGlobalVariablesCallback), and restore "
-            "the same checkpoint: on all ranks, or on one followed by broadcast_optimizer_state. Gradients may be "
-            "clipped or changed only after synchronize(). End the process: this step's collectives are still under way."
+            + "\n".join(differences.values())
+            + f"\n{_remedy(differences, has_started=has_started)} End the process: this step's collectives are still "
+            "under way."
         )
 
 
 PARAMETERS = "checksum of the parameters"
 """The field that tells ranks apart which start from other parameters, where somebody forgot to broadcast them."""
+
+_SAME_VERSION = "Install the same version on every host."
+_SAME_RANKS = "Start all ranks with one command."
+_SAME_MODEL = "Build the same model and optimizer on every rank, and train the same part of it."
+_SAME_OPTIONS = (
+    "Give every rank the same options and hyperparameters: a learning rate must not depend on a rank's own loss or "
+    "data."
+)
+_SAME_START = (
+    "Start from the same parameters: broadcast them from one rank before the first step, by hvd.broadcast_parameters "
+    "or the callback BroadcastGlobalVariablesCallback."
+)
+_SAME_STEPS = (
+    "Restore the same checkpoint: on all ranks, or on one followed by broadcast_optimizer_state. Then take every step "
+    "on all ranks."
+)
+_GOOD_GRADIENTS = (
+    "Likely causes: a learning rate too high, bad input data on that rank, or overflow in half precision. Go on from a "
+    "checkpoint."
+)
+_NO_DRIFT = (
+    "The ranks have drifted apart: something changes parameters, gradients or state on some of them only. Restore the "
+    "same checkpoint on all, and clip or change gradients after synchronize()."
+)
+
+# by how a field's name begins; of each remedy that applies the message holds one sentence, in this order
+_REMEDIES = {
+    _SAME_VERSION: ("version of ",),
+    _SAME_RANKS: ("world size", "hosts of "),
+    _SAME_MODEL: ("number of parameters", "parameter ", "optimizer", "parameters ", "variables "),
+    _SAME_OPTIONS: (),
+    _SAME_STEPS: ("step", "stage", "group ", "frozen at ", "first steps", "measured "),
+    _GOOD_GRADIENTS: ("gradients were ",),
+    _NO_DRIFT: ("checksum ",),
+}
+
+
+def _remedy(names: Iterable[str], *, has_started: bool) -> str:
+    """What to do about fields that differ."""
+    found = {_remedy_of(name) for name in names}
+    if found & {_SAME_MODEL, _SAME_STEPS}:
+        found.discard(_NO_DRIFT)  # no wonder
+    elif _NO_DRIFT in found and not has_started:
+        found = (found - {_NO_DRIFT}) | {_SAME_START}
+    return " ".join(remedy for remedy in (*_REMEDIES, _SAME_START) if remedy in found)
+
+
+def _remedy_of(name: str) -> str:
+    return next((remedy for remedy, starts in _REMEDIES.items() if name.startswith(starts)), _SAME_OPTIONS)
 
 
 FAILURE = "why the variance could not be frozen"

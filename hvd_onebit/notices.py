@@ -29,6 +29,7 @@ __all__ = [
     "never_compressed",
     "no_shared_memory",
     "not_distributed",
+    "not_finite",
     "not_hierarchical",
     "nothing_to_compress",
     "one_rank",
@@ -263,6 +264,21 @@ def skipped(step: int, in_a_row: int) -> None:
     if in_a_row & (in_a_row - 1):
         return  # 1, 2, 4, 8, ...: a run of them is told often enough
     log.warning("step %d skipped on all ranks: a gradient was NaN or infinite (%d in a row)", step, in_a_row)
+
+
+def not_finite(step: int, rank: int, names: Sequence[str], in_a_row: int) -> None:
+    """Said by the rank, or the ranks, whose own gradients were the reason of a skipped step.
+
+    Args:
+        step: that was skipped.
+        rank: this one.
+        names: its parameters whose gradients are not finite.
+        in_a_row: skipped steps, this one included.
+    """
+    if in_a_row & (in_a_row - 1):
+        return
+    some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    log.warning("step %d: on rank %d the gradients of %s are NaN or infinite", step, rank, some)
 
 
 def not_distributed(optimizer: str) -> None:

@@ -51,7 +51,52 @@ def test_every_rank_raises_the_same_text(all_fields: list[Fields], says: list[st
     assert len(set(errors)) == 1
     for text in says:
         assert text in errors[0]
-    assert "restore" in errors[0], "the remedy"
+    assert "Give every rank the same options" in errors[0], "the remedy"
+
+
+MODEL, OPTIONS, START = "Build the same model", "Give every rank the same options", "broadcast them from one rank"
+STEPS, DRIFT, VERSION = "Restore the same checkpoint: on all", "have drifted apart", "Install the same version"
+RANKS = "Start all ranks with one command"
+
+
+@pytest.mark.parametrize(
+    ("differ", "step", "remedies"),
+    [
+        (["version of hvd_onebit"], 0, [VERSION]),
+        (["world size"], 0, [RANKS]),
+        (["hosts of the hierarchical exchange"], 0, [RANKS]),
+        (["number of parameters", "parameter 3", "checksum of the parameters"], 0, [MODEL]),
+        (["optimizer"], 0, [MODEL]),
+        (["parameters that are trained"], 5, [MODEL]),
+        (["variables that are not trained"], 5, [MODEL]),
+        (["option block"], 0, [OPTIONS]),
+        (["lr of group 0"], 7, [OPTIONS]),
+        (["lr"], 7, [OPTIONS]),
+        (["betas of group 1", "version of hvd_onebit"], 7, [VERSION, OPTIONS]),
+        (["checksum of the parameters"], 0, [START]),
+        (["checksum of the parameters", "lr"], 0, [OPTIONS, START]),
+        (["checksum of the parameters"], 9, [DRIFT]),
+        (["checksum of the averaged momentum"], 9, [DRIFT]),
+        (["stage", "checksum of the parameters"], 9, [STEPS]),
+        (["group 0 frozen at step 3, first parameter"], 9, [STEPS]),
+        (["frozen at steps"], 9, [STEPS]),
+        (["first steps"], 9, [STEPS]),
+        (["measured bucket_elements"], 9, [STEPS]),
+    ],
+)
+def test_the_remedy_is_that_of_what_differs(differ: list[str], step: int, remedies: list[str]) -> None:
+    fields = [{"step": step, **dict.fromkeys(differ, rank)} for rank in range(2)]
+    error = errors_of(fields)[0]
+    assert error is not None
+    assert [each for each in (VERSION, RANKS, MODEL, OPTIONS, STEPS, DRIFT, START) if each in error] == remedies
+
+
+def test_ranks_at_different_steps_are_told_to_restore_the_same_checkpoint() -> None:
+    error = errors_of([{"step": 0, "checksum of the parameters": 5}, {"step": 40}])[0]
+    assert error is not None
+    assert STEPS in error
+    assert DRIFT not in error
+    assert START not in error
 
 
 def test_fields_that_agree_are_not_named() -> None:

@@ -264,3 +264,4 @@ def test_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
         assert each["sent to other hosts"] == pytest.approx(message / 2, rel=0.05)
     assert "hierarchical exchange: 2 hosts with 2 ranks each" in text
     assert "cannot share memory" in text
+    assert text.count("on rank 2 the gradients of p2 are NaN or infinite") == 2

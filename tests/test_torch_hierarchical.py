@@ -250,4 +250,5 @@ def test_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
         message = 4 * -(-each["num_elements"] // 2048) + each["num_elements"] / 8
         assert each["sent to other hosts"] == pytest.approx(message / 2, rel=0.05)
     assert "hierarchical exchange: 2 hosts with 2 ranks each" in text
+    assert text.count("on rank 2 the gradients of p2 are NaN or infinite") == 2
     assert np.isfinite([each["loss"] for each in found]).all()

@@ -116,7 +116,7 @@ def test_after_a_skipped_step_training_is_as_if_it_had_not_been(caplog: pytest.L
             for step in range(10):
                 if bad and step == 6:
                     set_gradients(params, 99, transport.rank)
-                    if transport.rank == 0:
+                    if transport.rank == 1:
                         params[0].grad.fill_(float("inf"))  # type: ignore[union-attr]
                     optimizer.step()
                 train(optimizer, params, [step], transport.rank)
@@ -128,6 +128,8 @@ def test_after_a_skipped_step_training_is_as_if_it_had_not_been(caplog: pytest.L
         skipped = on_ranks(2, work(True))
     assert sum("skipped on all ranks" in message for message in caplog.messages) == 1, "said once, by rank 0"
     assert "step 7 skipped" in caplog.text
+    whose = [message for message in caplog.messages if "on rank" in message]
+    assert whose == ["step 7: on rank 1 the gradients of p0 are NaN or infinite"]
     for one, other in zip(skipped[0], on_ranks(2, work(False))[0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 

@@ -320,6 +320,8 @@ class CompressionEngine:
         def rollback() -> bool:
             for bucket, message in zip(self._buckets, sent, strict=True):
                 bucket.rollback(message)
+            own = tf.stack([tf.reduce_all(tf.math.is_finite(gradients[i])) for i in self._compressible])
+            on_host(self._tell_own_fault, [step, own], tf.bool)
             return False
 
         return tf.cond(finite, commit, rollback)
@@ -653,6 +655,13 @@ class CompressionEngine:
         if in_a_row >= self.options.max_skipped_steps:
             with self._logged():
                 raise too_many_skips(in_a_row, step)
+
+    def _tell_own_fault(self, step: Any, are_finite: Any) -> Any:
+        """A mean does not tell whose fault it is."""
+        names = [self._names[i] for i, is_finite in zip(self._compressible, are_finite, strict=True) if not is_finite]
+        if names:
+            notices.not_finite(int(step) + 1, self.transport.rank, names, self.stats.skipped_in_a_row + 1)
+        return np.bool_(True)
 
     def _count_elements(self, frozen: Any) -> None:
         compressed = sum(size for size, is_frozen in zip(self._sizes, frozen, strict=True) if is_frozen)

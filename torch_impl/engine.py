@@ -876,6 +876,14 @@ class CompressionEngine(Engine):
         self._finite = self._full_precision_finite() and arrived
         if not self._finite:
             self._in_flight.rollback()
+            self._tell_own_fault()
+
+    def _tell_own_fault(self) -> None:
+        """Before gradients are overwritten: a mean does not tell whose fault it is."""
+        of_this_rank = [p for bucket in self._all_buckets() for p in bucket.parameters if not all_finite([p.grad])]
+        if of_this_rank:
+            names = [self.names[p] for p in of_this_rank]
+            notices.not_finite(self.step + 1, self._transport.rank, names, self.stats.skipped_in_a_row + 1)
 
     @torch.no_grad()
     def write_gradients(self) -> None:
