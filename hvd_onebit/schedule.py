@@ -20,6 +20,7 @@ __all__ = [
     "Rounds",
     "SyncSchedule",
     "VarianceSchedule",
+    "can_divide",
     "delay_of",
     "stride_of",
 ]
@@ -197,6 +198,17 @@ class Rounds(NamedTuple):
     """A full-precision mean of the gradients, for the variance."""
     sync: bool
     """A compressed mean of what the ranks have done since the last time."""
+
+
+_LEAST_DIVISOR = 2.0**-126  # float32's least normal number: frameworks may take smaller ones for zero
+
+
+def can_divide(rate_sum: float) -> bool:
+    """Whether what 0/1 Adam's ranks have done, in float32, can be divided by the sum of their learning rates.
+
+    Until then it is not averaged: a learning rate of 0, as at the start of many schedules, moves nothing.
+    """
+    return rate_sum >= _LEAST_DIVISOR
 
 
 class RoundSchedule:

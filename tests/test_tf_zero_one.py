@@ -279,11 +279,14 @@ def test_weight_decay_decays(decoupled: bool) -> None:
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
 
 
-def test_a_learning_rate_of_zero_moves_nothing_and_does_no_harm() -> None:
+@pytest.mark.parametrize("rate", [0.0, 1e-44])
+def test_a_learning_rate_of_zero_moves_nothing_and_does_no_harm(rate: float) -> None:
+    """Nor does one that float32 hardly tells from zero."""
+
     def work(transport: LocalTransport) -> list[Any]:
         trained = variables(SHAPES)
         start = snapshot(trained)
-        optimizer = distribute(zero_one(learning_rate=0.0), transport)
+        optimizer = distribute(zero_one(learning_rate=rate), transport)
         train(optimizer, trained, range(FREEZE + 2), transport.rank)
         assert_bit_equal(snapshot(trained), start)
         assert optimizer.stats.rounds == 0

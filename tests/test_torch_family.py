@@ -248,11 +248,14 @@ def test_zero_one_adam_is_equal_at_every_synchronisation_for_3000_steps() -> Non
     assert replicas[0] == replicas[1]
 
 
-def test_zero_one_adam_survives_a_learning_rate_of_zero() -> None:
+@pytest.mark.parametrize("rate", [0.0, 1e-46])
+def test_zero_one_adam_survives_a_learning_rate_of_zero(rate: float) -> None:
+    """Or one that float32 does not tell from zero."""
+
     def work(transport: LocalTransport) -> torch.Tensor:
         p = torch.nn.Parameter(torch.ones(70))
         optimizer = onebit.DistributedOptimizer(
-            onebit.ZeroOneAdam([p], lr=0.0, var_freeze_step=3), [("p", p)], transport=transport
+            onebit.ZeroOneAdam([p], lr=rate, var_freeze_step=3), [("p", p)], transport=transport
         )
         for _ in range(6):
             p.grad = torch.full((70,), 1.0 + transport.rank)

@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvd_onebit import notices
 from hvd_onebit.errors import OneBitError, stuck
 from hvd_onebit.rules import AdamStep, bias_correction, denominator
-from hvd_onebit.schedule import Rounds, RoundSchedule
+from hvd_onebit.schedule import Rounds, RoundSchedule, can_divide
 from hvd_onebit.stage import FROZEN_STEP, VARIANCE_STEPS, first_frozen_step, variance_threshold
 from hvd_onebit.stats import COMPRESSION, ring_allreduce_bytes
 from hvd_onebit.tensorflow.buckets import Inputs
@@ -221,7 +221,7 @@ class LocalStepsEngine(CompressionEngine):
         takes_checksum = bool(every) and now // every != int(rounds[_LAST_SYNC]) // every
         starts = rounds[_RATE_SUM] == 0.0
         rows = [(n.step_size, n.eps, n.variance_correction, n.decay) for n in numbers]
-        flags = [due.variance, due.sync, due.sync and rate_sum != 0.0, starts, takes_checksum]
+        flags = [due.variance, due.sync, due.sync and can_divide(rate_sum), starts, takes_checksum]
         return np.array(flags), np.float32(rate_sum), np.array(rows, np.float32)
 
     def _numbers(self, now: int, lr: float, table: Array, due: Rounds) -> list[AdamStep]:

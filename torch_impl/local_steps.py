@@ -17,7 +17,7 @@ from torch import Tensor
 from hvd_onebit import notices
 from hvd_onebit.errors import OneBitError, stuck
 from hvd_onebit.rules import AdamStep, adam_step, denominator
-from hvd_onebit.schedule import Rounds, RoundSchedule
+from hvd_onebit.schedule import Rounds, RoundSchedule, can_divide
 from hvd_onebit.stage import variance_threshold
 from hvd_onebit.stats import COMPRESSION, ring_allreduce_bytes
 from hvd_onebit.step import Inputs
@@ -164,7 +164,7 @@ class LocalStepsEngine(Engine):
             variances = self._update_variance()
         if self._finite:
             self._leave_out_what_is_not_finite(step)
-            meeting = [bucket for bucket in self._all_buckets() if due.sync and self._rate_sum(bucket)]
+            meeting = [bucket for bucket in self._all_buckets() if due.sync and can_divide(self._rate_sum(bucket))]
             self._finite = self._exchange(meeting)
             if self._finite:
                 self._step_uncompressed(full_precision_step)
