@@ -1,9 +1,9 @@
 """How long a rank waits for the others: the limits that Horovod's users set, and what is said when they are reached.
 
 A rank can stand still while its Horovod thread lives: a data loader that hangs, a deadlock, an evaluation on one rank
-alone. Horovod has a check for that, but over Gloo it never finds anything: 0.28.1's gloo_controller.cc reserves room
-for the list of ranks without giving it a size, so that the check goes through no rank at all. Our own waits therefore
-keep Horovod's settings themselves, over any controller.
+alone. Horovod has a check for that, in which rank 0 names the missing ranks, but over Gloo it never finds anything:
+0.28.1's gloo_controller.cc reserves room for the list of ranks without giving it a size, so that the check goes through
+no rank at all. `install-horovod` mends that; our own waits keep Horovod's settings themselves, whoever has built it.
 """
 
 from __future__ import annotations
