@@ -357,7 +357,8 @@ class CompressedAllreduce(Generic[Array]):
 
     def copy_of(self, gradient: Array | Sequence[Array]) -> Array:
         """A gradient, or the mean of several, in memory of its own."""
-        return self._codec.concatenate([_mean(gradient)])
+        mean: Array = _mean(gradient)
+        return mean if isinstance(gradient, list | tuple) else self._codec.concatenate([mean])
 
     def checksum_bytes(self) -> bytes:
         """The gathered bytes, equal on all ranks."""

@@ -343,9 +343,7 @@ class _HorovodHostGroup(_HorovodGroup):
 
     def reduce_scatter(self, values: tf.Tensor, lengths: Sequence[int], *, name: str) -> tf.Tensor:
         received = self._exchanged(lambda array: self._find().offer(array, lengths, name=name), values, name=name)
-        mean = on_host(
-            lambda offers: self._find().mean_of(offers, lengths, name=name), [received], tf.float32, stateful=False
-        )
+        mean = on_host(lambda offers: self._find().mean_of(offers, lengths), [received], tf.float32, stateful=False)
         return tf.ensure_shape(mean, [lengths[self.rank]])
 
     def zeros(self, num_elements: int) -> HostArray:
@@ -485,7 +483,7 @@ class _HorovodSubgroup:
             return offers
         return self._memory.gathered([int(at) for at in offers.view(np.int64)], lengths)
 
-    def mean_of(self, offers: HostArray, lengths: Sequence[int], *, name: str) -> HostArray:
+    def mean_of(self, offers: HostArray, lengths: Sequence[int]) -> HostArray:
         """This rank's part of the mean, from what all members have offered."""
         if self._memory is None or not sum(lengths):
             return _mean(list(offers.view(np.float32).reshape(self.size, lengths[self.rank])))

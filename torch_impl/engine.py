@@ -56,7 +56,7 @@ class Engine:
     """What compressed training needs beside an optimizer's own full-precision step: buckets, agreement, state.
 
     A step is `begin`, (the caller averages the full-precision gradients), `finish`, optionally `write_gradients`, and
-    `apply`. All but `write_gradients` are collective.
+    `apply`. All are collective.
 
     Args:
         optimizer: its `state` and `param_groups` are used in place.
@@ -219,7 +219,7 @@ class Engine:
         raise NotImplementedError
 
     def write_gradients(self) -> None:
-        """Puts what the step will use into every compressed parameter's .grad."""
+        """Collective: puts what the step will use into every compressed parameter's .grad."""
         raise NotImplementedError
 
     def apply(self, full_precision_step: Callable[[], None]) -> None:
