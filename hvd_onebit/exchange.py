@@ -27,6 +27,7 @@ from typing import Any, Generic
 from hvd_onebit.codec import Array, Codec, ordered_mean
 from hvd_onebit.hosts import Place
 from hvd_onebit.layout import Bucket, Chunk, Segment, cut_chunks, cut_evenly
+from hvd_onebit.memory import keep_freed_blocks
 from hvd_onebit.options import CompressionOptions
 from hvd_onebit.wire import message_num_bytes, message_ranges
 
@@ -80,6 +81,7 @@ class CompressedAllreduce(Generic[Array]):
         options: CompressionOptions,
         place: Place | None = None,
     ) -> None:
+        keep_freed_blocks()
         self.bucket = bucket
         self.place = place
         self.rank, self.size = (rank, size) if place is None else (place.host, place.num_hosts)
