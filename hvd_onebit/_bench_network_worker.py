@@ -13,7 +13,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,12 +111,29 @@ def main(arguments: Sequence[str]) -> None:
     hvd.shutdown()
 
 
-def _rounds(methods: Mapping[str, Callable[[], None]], repeats: int, observed: Observed) -> None:
-    """Times each method once a round; the first round does not count."""
+def _rounds(
+    methods: Mapping[str, Callable[[], None]],
+    repeats: int,
+    observed: Observed,
+    take_split: Callable[[str], Mapping[str, float]] = lambda name: {},
+) -> None:
+    """Times each method once a round; the first round does not count.
+
+    A method runs once more right before, untimed, as in a training, where the last step has used the same memory: a
+    virtual machine may be slow with memory that was left alone for seconds, while the other methods had their turn.
+
+    Args:
+        methods: by name.
+        repeats: the rounds that count.
+        observed: gets the seconds, the bytes, and the split.
+        take_split: gives the seconds of a method's parts since it was asked last.
+    """
     import horovod.torch as hvd
 
     for number in range(repeats + 1):
         for name, method in methods.items():
+            method()
+            take_split(name)
             hvd.barrier()
             sent, begin = _bytes_sent(), time.perf_counter()
             method()
@@ -126,6 +142,8 @@ def _rounds(methods: Mapping[str, Callable[[], None]], repeats: int, observed: O
             if number:
                 observed.seconds.setdefault(name, []).append(seconds)
                 observed.bytes_sent.setdefault(name, []).append(_bytes_sent() - sent)
+                for part, spent in take_split(name).items():
+                    observed.split.setdefault(name, {}).setdefault(part, []).append(spent)
 
 
 def _bytes_sent() -> int:
@@ -160,21 +178,14 @@ def _measure_exchange(task: Task) -> Observed:
             hvd.Compression.fp16.decompress(hvd.allreduce_(half, op=hvd.Average, name="bench.float16"), kind)
         )
 
-    def timed(name: str, exchange: _OneBitExchange) -> None:
-        exchange.run()
-        split = observed.split.setdefault(name, {part: [] for part in SPLIT})
-        for part, seconds in exchange.take_split().items():
-            split[part].append(seconds)
-
     ours = {
         name: _OneBitExchange(name, task.options(hierarchical=name == HIERARCHICAL), gradient)
         for name in _present(("onebit", HIERARCHICAL))
     }
     methods: dict[str, Callable[[], None]] = {"horovod_float32": horovod_float32, "horovod_float16": horovod_float16}
-    methods.update((name, partial(timed, name, exchange)) for name, exchange in ours.items())
-    _rounds(methods, task.repeats, observed)
+    methods.update((name, exchange.run) for name, exchange in ours.items())
+    _rounds(methods, task.repeats, observed, lambda name: ours[name].take_split() if name in ours else {})
     for name, exchange in ours.items():
-        observed.split[name] = {part: seconds[1:] for part, seconds in observed.split[name].items()}
         values: Any = exchange.values.numpy()
         checksums = hvd.allgather(torch.tensor([zlib.crc32(values)]), name=f"bench.checksum.{name}")
         if len(set(checksums.tolist())) != 1:

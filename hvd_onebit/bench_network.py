@@ -1,7 +1,8 @@
 """`hvd-onebit bench network`: compressed against plain communication, over links as slow as real ones.
 
 Hosts are network namespaces on this machine (`netlab.py`), joined by links of each rate in turn, and the real
-horovodrun runs across them. In each run two things are measured, in rounds through all methods:
+horovodrun runs across them. In each run two things are measured, in rounds through all methods, each of which runs
+twice in its turn and is timed the second time:
 
     exchange    averaging N float32: Horovod's allreduce of one tensor, in place; the same through float16, casts
                 included; ours, with compression, error feedback and decoding
