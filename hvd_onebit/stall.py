@@ -103,7 +103,7 @@ class Wait:
         seconds = time.monotonic() - self._start
         error.add_note(
             f"hvd_onebit: rank {self._rank} had waited {seconds:.0f} s for other ranks {self._what}. One of them has "
-            "failed or is gone: the launcher's output names the first. Go on from a checkpoint"
+            "failed or is gone: look for the first traceback in the launcher's output. Go on from a checkpoint"
         )
 
 
