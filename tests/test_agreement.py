@@ -74,6 +74,7 @@ RANKS = "Start all ranks with one command"
         (["lr"], 7, [OPTIONS]),
         (["betas of group 1", "version of hvd_onebit"], 7, [VERSION, OPTIONS]),
         (["checksum of the parameters"], 0, [START]),
+        (["checksum of the parameters"], 1, [START]),
         (["checksum of the parameters", "lr"], 0, [OPTIONS, START]),
         (["checksum of the parameters"], 9, [DRIFT]),
         (["checksum of the averaged momentum"], 9, [DRIFT]),
