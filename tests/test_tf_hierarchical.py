@@ -16,12 +16,21 @@ pytest.importorskip("horovod.tensorflow")
 
 import keras
 import tensorflow as tf
-from tf_training import SHAPES, assert_bit_equal, assert_replicas_equal, distribute, gradients, snapshot, variables
+from tf_training import (
+    SHAPES,
+    assert_bit_equal,
+    assert_replicas_equal,
+    distribute,
+    gradients,
+    on_ranks,
+    snapshot,
+    variables,
+)
 
 import hvd_onebit.tensorflow as onebit
 from hvd_onebit import netlab
 from hvd_onebit.tensorflow import engine
-from hvd_onebit.transport.local import LocalTransport, run_ranks
+from hvd_onebit.transport.local import LocalTransport
 
 WHY_NOT = netlab.why_impossible()
 SCRIPT = Path(__file__).parent / "scripts" / "tf_hierarchical.py"
@@ -112,8 +121,8 @@ def test_two_hosts_train_as_two_ranks_with_the_hosts_mean_gradients(
         assert optimizer.stats.inside_bytes_per_step["compression"] == 0
         return snapshot(trained)
 
-    replicas = run_ranks(4, on_hosts, ranks_per_host=2)
-    expected = run_ranks(2, alone)[0]
+    replicas = on_ranks(4, on_hosts, ranks_per_host=2)
+    expected = on_ranks(2, alone)[0]
     assert_replicas_equal(replicas)
     if name == "adamw":
         assert_bit_equal(replicas[0], expected)
@@ -140,7 +149,7 @@ def test_replicas_are_bit_equal_and_resume_bit_for_bit(name: str, hosts: int, ra
             optimizer.synchronize_for_checkpoint()
         return snapshot(trained)
 
-    assert_replicas_equal(run_ranks(hosts * ranks, work, ranks_per_host=ranks))
+    assert_replicas_equal(on_ranks(hosts * ranks, work, ranks_per_host=ranks))
 
 
 @pytest.mark.parametrize("target", [(2, None), (6, 2)], ids=str)
@@ -151,7 +160,7 @@ def test_rank_0_alone_restores_any_layout(target: tuple[int, int | None], caplog
         optimizer.synchronize_for_checkpoint()
         return save(optimizer, trained)
 
-    runs = run_ranks(4, first, ranks_per_host=2)
+    runs = on_ranks(4, first, ranks_per_host=2)
     whole = {key: array for key, array in runs[0][0].items() if key.endswith("worker_error")}
     assert sum(len(error) for error in whole.values()) == sum(int(np.prod(shape)) for shape in SHAPES)
     assert all(error.any() for error in whole.values())
@@ -170,7 +179,7 @@ def test_rank_0_alone_restores_any_layout(target: tuple[int, int | None], caplog
         train(optimizer, trained, range(FREEZE + 3, FREEZE + 5), transport.rank)
         return errors, snapshot(trained)
 
-    restored = run_ranks(target[0], second, ranks_per_host=target[1])
+    restored = on_ranks(target[0], second, ranks_per_host=target[1])
     assert "dropped" not in caplog.text
     for errors, _ in restored:
         for key, error in whole.items():
@@ -184,7 +193,7 @@ def test_errors_of_another_layout_are_dropped_and_that_is_said(caplog: pytest.Lo
         train(optimizer, trained, range(FREEZE + 3), transport.rank)
         return save(optimizer, trained)
 
-    saved = run_ranks(4, first, ranks_per_host=2)
+    saved = on_ranks(4, first, ranks_per_host=2)
 
     def second(transport: LocalTransport) -> list[Any]:
         optimizer, trained = make("adamw", transport, hierarchical=False)
@@ -192,7 +201,7 @@ def test_errors_of_another_layout_are_dropped_and_that_is_said(caplog: pytest.Lo
         train(optimizer, trained, range(FREEZE + 3, FREEZE + 5), transport.rank)
         return snapshot(trained)
 
-    assert_replicas_equal(run_ranks(4, second, ranks_per_host=2))
+    assert_replicas_equal(on_ranks(4, second, ranks_per_host=2))
     assert "saved by a hierarchical exchange over other hosts, or by one that is not" in caplog.text
 
 
@@ -218,7 +227,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all() -> None:
         train(optimizer, trained, range(FREEZE + 3, FREEZE + 5), transport.rank)
         return snapshot(trained)
 
-    assert_replicas_equal(run_ranks(4, work, ranks_per_host=2))
+    assert_replicas_equal(on_ranks(4, work, ranks_per_host=2))
 
 
 def test_it_says_whether_it_is_hierarchical(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,7 +242,7 @@ def test_it_says_whether_it_is_hierarchical(caplog: pytest.LogCaptureFixture) ->
     ]:
         caplog.clear()
         with caplog.at_level(logging.INFO, "hvd_onebit"):
-            run_ranks(size, work, ranks_per_host=ranks)
+            on_ranks(size, work, ranks_per_host=ranks)
         assert [each.getMessage() for each in caplog.records if "hierarchical" in each.getMessage()] == (
             [said] if said else []
         )
@@ -246,7 +255,7 @@ def test_ranks_that_want_it_and_ranks_that_do_not_all_raise() -> None:
             train(optimizer, trained, [0], transport.rank)
         return str(raised.value)
 
-    assert len(set(run_ranks(4, work, ranks_per_host=2, timeout_seconds=20))) == 1
+    assert len(set(on_ranks(4, work, ranks_per_host=2, timeout_seconds=20))) == 1
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))

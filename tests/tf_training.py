@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -34,9 +35,26 @@ Array = np.ndarray[Any, Any]
 SHAPES = ((8, 5), (5,), (40, 5), (1,), (3, 3, 3))
 
 
-def on_ranks(size: int, work: Callable[[LocalTransport], Result]) -> list[Result]:
-    """`work` on `size` ranks of one process; whatever hangs ends with an error."""
-    return run_ranks(size, work, timeout_seconds=60.0)
+def on_ranks(
+    size: int,
+    work: Callable[[LocalTransport], Result],
+    *,
+    ranks_per_host: int | None = None,
+    timeout_seconds: float = 60.0,
+) -> list[Result]:
+    """`work` on `size` ranks of one process; whatever hangs ends with an error.
+
+    A rank gives the interpreter up where it waits, not in the middle of TensorFlow's own code: its dispatcher keeps
+    borrowed references to one call's arguments at a place that all threads share, and asks types about themselves
+    in between (PythonAPIDispatcher::Dispatch of 2.21). With the usual 5 ms, two first steps at the same time crashed
+    once in a run of all tests; four threads that call tf.reshape under PYTHONMALLOC=debug do without any of this.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(2 * timeout_seconds)
+    try:
+        return run_ranks(size, work, ranks_per_host=ranks_per_host, timeout_seconds=timeout_seconds)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def variables(

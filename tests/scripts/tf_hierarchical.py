@@ -14,10 +14,10 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from tf_training import variables
+from tf_training import on_ranks, variables
 
 import hvd_onebit.tensorflow as onebit
-from hvd_onebit.transport.local import LocalTransport, run_ranks
+from hvd_onebit.transport.local import LocalTransport
 from hvd_onebit.transport.shared import SharedMemory
 
 SHAPES = ((300, 1000), (1000,), (100, 1000), (7,))
@@ -95,7 +95,7 @@ def main() -> None:
         "without memory": checksum(without_memory),
         "undone": undone,
         # on one rank: the others are compared with it
-        "threads": run_ranks(4, run_on_threads, ranks_per_host=2)[0] if hvd.rank() == 0 else None,
+        "threads": on_ranks(4, run_on_threads, ranks_per_host=2)[0] if hvd.rank() == 0 else None,
         "errors kept": len(set(everyones)) == 1 and sum(map(len, whole)) == stats.compressed_elements,
         "num_elements": stats.compressed_elements,
         "sent to other hosts": stats.bytes_per_step["compression"] - stats.inside_bytes_per_step["compression"],
