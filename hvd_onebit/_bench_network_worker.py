@@ -47,7 +47,7 @@ class Task:
     Attributes:
         num_elements: float32 elements that the exchanges average.
         repeats: rounds that count; one more goes before them.
-        bucket_elements: elements of our buckets.
+        bucket_elements: CompressionOptions.bucket_elements.
         exchange: CompressionOptions.exchange.
         model_elements: parameters of the training loop's model, about.
         step_seconds: least time that a training step computes.
@@ -56,7 +56,7 @@ class Task:
 
     num_elements: int
     repeats: int
-    bucket_elements: int
+    bucket_elements: int | str
     exchange: str
     model_elements: int
     step_seconds: float
@@ -219,8 +219,9 @@ class _OneBitExchange:
             groups.connect()
         self._step: StepExchange[Any] = StepExchange(transport, Stats(), groups)
         self._parts: list[tuple[CompressedAllreduce[Any], Tensor, Tensor]] = []
-        for start in range(0, len(gradient), options.bucket_size):
-            part, values = (each[start : start + options.bucket_size] for each in (gradient, self.values))
+        size = options.bucket_size(len(gradient))
+        for start in range(0, len(gradient), size):
+            part, values = (each[start : start + size] for each in (gradient, self.values))
             shared = None if place is None else transport.shared_zeros(len(part))
             if shared is not None:
                 part = shared.copy_(part)  # as an optimizer's buckets lie

@@ -82,9 +82,10 @@ def main(args: argparse.Namespace) -> int:
     if args.compute_seconds is not None:
         print(_prediction(plan, args.compute_seconds))
     if args.ranks_per_host >= AUTO_LEAST_RANKS:
+        megabytes = planner.hierarchical_bytes(cluster, args.num_elements) / 1e6
         print(
-            f"Counted among all ranks alike. By default {args.ranks_per_host} ranks of a host exchange hierarchically, "
-            "which sends less."
+            f"Counted among all ranks alike. By default {args.ranks_per_host} ranks of a host exchange hierarchically: "
+            f"a host then sends {megabytes:,.1f} MB."
         )
     print(
         "A model, not a measurement: of float32 only the wire is counted, not its own work on the processor. "

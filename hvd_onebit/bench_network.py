@@ -33,7 +33,7 @@ from hvd_onebit._processes import CommandError
 from hvd_onebit._progress import Progress, log_tail
 from hvd_onebit.bench import Machine, this_machine
 from hvd_onebit.netlab import LabError, NetworkLab, Rate, parse_rate
-from hvd_onebit.options import CompressionOptions
+from hvd_onebit.options import AUTO, CompressionOptions
 
 __all__ = ["LoopReport", "NetworkReport", "RateReport", "add_command", "bench_network"]
 
@@ -87,6 +87,7 @@ class RateReport:
         onebit_split: seconds that a rank is busy with compress, reduce, decode and other things, or waits.
         onebit_hierarchical_split: the same of the hierarchical exchange; empty where there is none.
         onebit_link_busy: the share of onebit_seconds in which a host's link is sending; None if unshaped.
+        onebit_hierarchical_link_busy: the same of the hierarchical exchange; None where there is none.
         speedup: of ours over Horovod's float32: below 1, compression does not pay.
         exchange_seconds: each counted round, by method.
         loop: the training loop.
@@ -106,6 +107,7 @@ class RateReport:
     onebit_split: dict[str, float] = field(default_factory=dict)
     onebit_hierarchical_split: dict[str, float] = field(default_factory=dict)
     onebit_link_busy: float | None = None
+    onebit_hierarchical_link_busy: float | None = None
     speedup: float | None = None
     exchange_seconds: dict[str, list[float]] = field(default_factory=dict)
     loop: LoopReport | None = None
@@ -197,9 +199,9 @@ def _exchange_figures(rate: Rate, by_rank: Sequence[Observed]) -> dict[str, Any]
         figures[f"{method}_split"] = {
             part: statistics.mean(statistics.median(each.split[method][part]) for each in by_rank) for part in parts
         }
-    if rate.bits_per_second is not None:
-        sending = 8 * figures["onebit_bytes_on_link"] / rate.bits_per_second
-        figures["onebit_link_busy"] = sending / figures["onebit_seconds"]
+    for method in by_rank[0].split if rate.bits_per_second is not None else ():
+        sending = 8 * figures[f"{method}_bytes_on_link"] / rate.bits_per_second
+        figures[f"{method}_link_busy"] = sending / figures[f"{method}_seconds"]
     figures["speedup"] = figures["horovod_float32_seconds"] / figures["onebit_seconds"]
     return figures
 
@@ -274,10 +276,10 @@ def add_command(commands: Any) -> None:
     defaults = CompressionOptions()
     command.add_argument(
         "--bucket-elements",
-        type=as_count,
+        type=lambda text: text if text == AUTO else as_count(text),
         default=defaults.bucket_elements,
         metavar="B",
-        help="elements of a compressed bucket; default: %(default)s",
+        help="elements of a compressed bucket, or auto; default: %(default)s",
     )
     command.add_argument(
         "--exchange", choices=["auto", "one_shot", "two_phase"], default=defaults.exchange, help="default: %(default)s"
@@ -309,7 +311,7 @@ def _main(args: argparse.Namespace) -> int:
         hosts=args.hosts,
         ranks_per_host=args.ranks_per_host,
         repeats=task.repeats,
-        bucket_elements=task.bucket_elements,
+        bucket_elements=task.options().bucket_size(task.num_elements),
         exchange=task.options().algorithm(args.hosts * args.ranks_per_host),
     )
     progress = Progress(sys.stderr)
@@ -368,12 +370,15 @@ def _lines(report: NetworkReport) -> Iterator[str]:
     yield f"{machine.cpu}, {machine.cores} cores; kernels: {machine.kernels}; NumPy {machine.numpy}"
     yield (
         f"{report.hosts} hosts with {_ranks(report.ranks_per_host)} each, all on this machine; 1-bit: "
-        f"{report.exchange}, buckets of {report.bucket_elements} elements; median of {report.repeats}"
+        f"{report.exchange}; median of {report.repeats}"
     )
     measured = [each for each in report.rates if each.onebit_seconds is not None]
     if measured:
         yield ""
-        yield f"Averaging {measured[0].num_elements} float32 elements: seconds (bytes that a host sends)"
+        yield (
+            f"Averaging {measured[0].num_elements} float32 elements, 1-bit in buckets of {report.bucket_elements}: "
+            "seconds (bytes that a host sends)"
+        )
         methods = _measured_exchanges(measured[0])
         yield from _table(
             ("rate", *(_TITLES[method] for method in methods)), [_exchange_row(each, methods) for each in measured]
@@ -385,7 +390,8 @@ def _lines(report: NetworkReport) -> Iterator[str]:
         for each in measured:
             rows.append((each.rate, *_cells(each.onebit_split, parts), _share(each.onebit_link_busy)))
             if each.onebit_hierarchical_split:
-                rows.append((f"{each.rate}, hierarchical", *_cells(each.onebit_hierarchical_split, parts), ""))
+                busy = _share(each.onebit_hierarchical_link_busy)
+                rows.append((f"{each.rate}, hierarchical", *_cells(each.onebit_hierarchical_split, parts), busy))
         yield from _table(("rate", *parts, "link busy"), rows)
         yield ""
         for each in measured:

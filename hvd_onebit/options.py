@@ -22,7 +22,8 @@ __all__ = [
 
 AUTO = "auto"
 MEASURED = "measured"
-DEFAULT_BUCKET_ELEMENTS = 4 * 1024 * 1024
+_BUCKETS_OF_A_MODEL = 12
+_LEAST_AUTO, _MOST_AUTO, _STEP_AUTO = 1 << 22, 1 << 23, 1 << 16
 
 _CHOICES = {
     "exchange": (AUTO, "one_shot", "two_phase", MEASURED),
@@ -65,8 +66,9 @@ class CompressionOptions:
         min_elements: tensors with fewer elements stay in full precision.
         overlap: start a bucket's exchange as soon as backward has filled it. Gradients must then not be changed between
             backward and synchronize(), as in Horovod.
-        bucket_elements: a bucket holds whole tensors of about this many elements together; "measured": from 2**20 to
-            2**24, chosen as with `exchange`. It decides which elements share a block, and so changes roundings, too.
+        bucket_elements: a bucket holds whole tensors of about this many elements together. "auto": a twelfth of what
+            is compressed, from 2**22 to 2**23; "measured": from 2**20 to 2**24, chosen as with `exchange`. It decides
+            which elements share a block, and so changes roundings, too.
         skip_nonfinite: skip a step, on all ranks together, when a gradient somewhere is NaN or infinite.
         max_skipped_steps: that many skipped steps in a row end the run with an error.
         local_clip_norm: before anything is sent, in every stage, each rank scales its own gradient down so that its
@@ -90,7 +92,7 @@ class CompressionOptions:
     full_precision: tuple[str, ...] = ()
     min_elements: int = 0
     overlap: bool = True
-    bucket_elements: int | str = DEFAULT_BUCKET_ELEMENTS
+    bucket_elements: int | str = AUTO
     skip_nonfinite: bool = True
     max_skipped_steps: int = 25
     local_clip_norm: float | None = None
@@ -123,8 +125,8 @@ class CompressionOptions:
             _check_int("block", self.block, 1, '(or "tensor")')
         if self.freeze_latest_step is not None:
             _check_int("freeze_latest_step", self.freeze_latest_step, 1)
-        if self.bucket_elements != MEASURED:
-            _check_int("bucket_elements", self.bucket_elements, 1, '(or "measured")')
+        if self.bucket_elements not in (AUTO, MEASURED):
+            _check_int("bucket_elements", self.bucket_elements, 1, '(or "auto" or "measured")')
         if self.is_open and (self.freeze_step == 0 or not self.measure):
             missing = "a warm-up to measure in: use a freeze_step of at least 1" if self.measure else "measure=True"
             raise ValueError(
@@ -158,15 +160,18 @@ class CompressionOptions:
         """Whether a measurement has something to choose."""
         return MEASURED in (self.exchange, self.bucket_elements)
 
-    @property
-    def bucket_size(self) -> int:
-        """`bucket_elements`, or what is used without a measurement."""
-        return self.bucket_elements if isinstance(self.bucket_elements, int) else DEFAULT_BUCKET_ELEMENTS
+    def bucket_size(self, num_elements: int) -> int:
+        """Elements of a bucket among `num_elements` that are compressed together."""
+        if isinstance(self.bucket_elements, int):
+            return self.bucket_elements
+        wanted = _STEP_AUTO * math.ceil(num_elements / _BUCKETS_OF_A_MODEL / _STEP_AUTO)
+        return min(max(wanted, _LEAST_AUTO), _MOST_AUTO)
 
     def unmeasured(self, size: int) -> CompressionOptions:
         """What is used among `size` ranks where nothing was measured."""
         exchange = self.algorithm(size) if self.exchange == MEASURED else self.exchange
-        return replace(self, exchange=exchange, bucket_elements=self.bucket_size)
+        bucket_elements = AUTO if self.bucket_elements == MEASURED else self.bucket_elements
+        return replace(self, exchange=exchange, bucket_elements=bucket_elements)
 
     def with_choice(self, choice: Mapping[str, Any], size: int) -> CompressionOptions:
         """What is used among `size` ranks, given what a measurement has chosen.
@@ -179,12 +184,12 @@ class CompressionOptions:
         if choice and self.exchange == MEASURED and choice["size"] == size:
             used = replace(used, exchange=choice["exchange"])
         if choice and self.bucket_elements == MEASURED:
-            used = replace(used, bucket_elements=int(choice["bucket_elements"]))
+            used = replace(used, bucket_elements=choice["bucket_elements"])
         return used
 
     def choice_of(self, size: int) -> dict[str, Any]:
         """These options, chosen by a measurement among `size` ranks, as plain JSON values."""
-        return {"size": size, "exchange": self.algorithm(size), "bucket_elements": self.bucket_size}
+        return {"size": size, "exchange": self.algorithm(size), "bucket_elements": self.bucket_elements}
 
     def as_fields(self) -> dict[str, Any]:
         """The options as plain JSON values, for comparison across ranks."""

@@ -30,6 +30,7 @@ __all__ = [
     "RunPlan",
     "choose",
     "estimates",
+    "hierarchical_bytes",
     "make_plan",
     "plan_run",
     "verdict",
@@ -275,6 +276,13 @@ def make_plan(
     return Plan(float32, tuple(compressed))
 
 
+def hierarchical_bytes(cluster: Cluster, num_elements: int) -> float:
+    """What a host sends over its link if gradients are averaged inside the hosts first."""
+    network = replace(cluster.network(), inside=CollectiveCost(0.0, 0.0, 0.0))
+    untimed = Measurement(network, KernelSpeeds(0.0, 0.0, 0.0), 0.0)
+    return _estimate(untimed, num_elements, CompressionOptions()).link_bytes
+
+
 def choose(measurement: Measurement, num_elements: int, options: CompressionOptions) -> CompressionOptions:
     """The options with a name and a number where they say "measured".
 
@@ -298,8 +306,10 @@ def plan_run(measurement: Measurement, num_elements: int, used: CompressionOptio
         compressed=(_estimate(measurement, num_elements, used),),
         measurement=measurement,
         num_elements=num_elements,
-        bucket_elements=used.bucket_size,
-        faster=None if other is used else (_estimate(measurement, num_elements, other), other.bucket_size),
+        bucket_elements=used.bucket_size(num_elements),
+        faster=None
+        if other is used
+        else (_estimate(measurement, num_elements, other), other.bucket_size(num_elements)),
     )
 
 
@@ -334,7 +344,7 @@ def estimates(
     network: Network, num_elements: int, speeds: KernelSpeeds, options: CompressionOptions
 ) -> tuple[Estimate, Estimate, Estimate]:
     """Horovod's float32 allreduce, one_shot, two_phase."""
-    n, num_buckets = network.num_peers, math.ceil(num_elements / options.bucket_size)
+    n, num_buckets = network.num_peers, math.ceil(num_elements / options.bucket_size(num_elements))
     block = options.block if isinstance(options.block, int) else num_elements
     message = message_num_bytes(num_elements, block)
     agreement = network.allgather.further_seconds  # the digests that ranks compare in every step

@@ -66,6 +66,15 @@ def test_good_options_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_elements", "size"),
+    [(1, 2**22), (2**22 * 12, 2**22), (2**22 * 12 + 1, 2**22 + 2**16), (10**8, 2**23), (10**9, 2**23)],
+)
+def test_buckets_grow_with_the_model(num_elements: int, size: int) -> None:
+    assert CompressionOptions().bucket_size(num_elements) == size
+    assert CompressionOptions(bucket_elements=7).bucket_size(num_elements) == 7
+
+
+@pytest.mark.parametrize(
     ("exchange", "size", "algorithm"),
     [("auto", 1, "one_shot"), ("auto", 2, "one_shot"), ("auto", 3, "two_phase"), ("one_shot", 5, "one_shot"),
      ("two_phase", 2, "two_phase")],

@@ -14,7 +14,7 @@ from hvd_onebit.codec import HostCodec
 from hvd_onebit.exchange import CompressedAllreduce
 from hvd_onebit.layout import Bucket
 from hvd_onebit.options import CompressionOptions
-from hvd_onebit.planner import Cluster, KernelSpeeds, estimates, make_plan, verdict
+from hvd_onebit.planner import Cluster, KernelSpeeds, estimates, hierarchical_bytes, make_plan, verdict
 from hvd_onebit.wire import message_num_bytes
 
 FAST = KernelSpeeds(compress=1e-9, decode=0.2e-9, reduce=0.1e-9)
@@ -95,6 +95,14 @@ def test_what_makes_no_sense_is_refused() -> None:
         Cluster(2, 1, 0.0)
 
 
+@pytest.mark.parametrize(("hosts", "bits"), [(2, 1.0), (4, 1.5)])
+def test_a_host_sends_its_gradients_once_if_hierarchical(hosts: int, bits: float) -> None:
+    """Among two hosts a message; among four, three quarters of one to the servers, and three replies of a quarter."""
+    for ranks in (4, 8):
+        sent = hierarchical_bytes(Cluster(hosts, ranks, 1e9), 8 * MILLION)
+        assert sent == pytest.approx(bits * message_num_bytes(8 * MILLION, 2048), rel=1e-3)
+
+
 def test_the_command_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--num-elements", "100_000_000", "--rate", "100mbit", "--compute-seconds", "1"]) == 0
     text = capsys.readouterr().out
@@ -105,7 +113,7 @@ def test_the_command_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) ->
     assert main(["plan", "--num-elements", "1000", "--rate", "100gbit", "--hosts", "4", "--ranks-per-host", "8"]) == 0
     text = capsys.readouterr().out
     assert "Compression makes little difference here" in text
-    assert "8 ranks of a host exchange hierarchically, which sends less" in text
+    assert "8 ranks of a host exchange hierarchically: a host then sends 0.0 MB" in text
     assert main(["plan", "--num-elements", "1000", "--hosts", "1", "--ranks-per-host", "2"]) == 0
     text = capsys.readouterr().out
     assert "1 host with 2 ranks each" in text

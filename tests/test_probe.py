@@ -165,7 +165,7 @@ def test_the_run_is_told_whether_it_pays(caplog: pytest.LogCaptureFixture) -> No
     notices.measured(
         plan_run(measurement(2, 1e9), 100 * MILLION, choose(measurement(2, 1e9), 100 * MILLION, measured)), measured
     )
-    assert 'for the same bits in every run pass exchange="one_shot", bucket_elements=4194304' in caplog.text
+    assert 'for the same bits in every run pass exchange="one_shot", bucket_elements=8388608' in caplog.text
 
 
 def test_there_must_be_a_warm_up_to_measure_in() -> None:
@@ -184,6 +184,6 @@ def test_a_choice_of_other_ranks_keeps_the_buckets_only() -> None:
     choice = replace(options, exchange="one_shot", bucket_elements=2**20).choice_of(4)
     assert options.with_choice(choice, 4) == replace(options, exchange="one_shot", bucket_elements=2**20)
     assert options.with_choice(choice, 8) == replace(options, exchange="two_phase", bucket_elements=2**20)
-    assert options.with_choice({}, 8) == replace(options, exchange="two_phase", bucket_elements=2**22)
+    assert options.with_choice({}, 8) == replace(options, exchange="two_phase", bucket_elements="auto")
     named = CompressionOptions(exchange="two_phase", bucket_elements=5)
     assert named.with_choice(choice, 4) == named

@@ -241,7 +241,8 @@ class CompressionEngine:
         memory, hosts = Memory(), None
         if self._groups is not None:
             hosts = Hosts(self._groups.place, self.transport.groups(self._groups))
-        for bucket in make_buckets(sizes, bucket_elements=self.options.bucket_size):
+        bucket_elements = self.options.bucket_size(sum(size for _, size in sizes))
+        for bucket in make_buckets(sizes, bucket_elements=bucket_elements):
             members = [index_of[name] for name in bucket.parameters]
             on_cpu = is_on_host([self._variables[i] for i in members])
             keeps = [self._keeps[i] for i in members]
