@@ -73,6 +73,7 @@ def patches(*, cxx_standard: int, mpi_library_dir: Path | None, nccl_rpath: str 
             'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
             "",
         ),
+        _without_toolkit(),
         *_receive_first(),
         # The list of ranks is written into room that was reserved, and stays empty: over Gloo, the check for ranks that
         # stand still found that none was missing.
@@ -83,6 +84,26 @@ def patches(*, cxx_standard: int, mpi_library_dir: Path | None, nccl_rpath: str 
         ),
         # Debug information makes the wheel ten times as large and takes a third of the time.
         Patch("setup.py", "else 'RelWithDebInfo'", "else 'Release'"),
+    )
+
+
+def _without_toolkit() -> Patch:
+    """Lets a CUDA build of torch serve on machines that lack the CUDA toolkit, or have a part of it, for CPU tensors.
+
+    As released, a compiler called nvcc is enough for Horovod to take the toolkit for complete, whatever it builds for.
+    """
+    found = 'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)\n'
+    return Patch(
+        "cmake/Modules/FindPytorch.cmake",
+        found,
+        f"{found}"
+        "if(Pytorch_CUDA AND NOT HAVE_CUDA)\n"
+        "    find_package(CUDAToolkit QUIET)\n"
+        "    if(NOT CUDAToolkit_FOUND)\n"
+        '        message(STATUS "No complete CUDA toolkit: building for PyTorch on CPUs alone.")\n'
+        "        set(Pytorch_CUDA FALSE)\n"
+        "    endif()\n"
+        "endif()\n",
     )
 
 

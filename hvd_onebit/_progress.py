@@ -15,6 +15,7 @@ __all__ = ["Progress", "log_tail"]
 
 _TAIL_LINES = 30
 _FIRST_ERRORS = 5
+_REASON_LINES = 2
 _PERCENT = re.compile(r"\[\s*(\d{1,3})%\]")
 _ERROR_LINE = re.compile(r"\berror:|CMake Error|^\s*\S*Error: ")
 
@@ -93,17 +94,22 @@ def _minutes(seconds: float) -> str:
 
 
 def log_tail(log: Path, *, lines: int = _TAIL_LINES) -> list[str]:
-    """Returns the last lines of a log, after the first few that look like the error itself.
+    """Returns the last lines of a log, after the first few that look like the error itself and what follows them.
 
-    A parallel build goes on for a while after its first error, so that the end alone often does not show it.
+    A parallel build goes on for a while after its first error, so that the end alone often does not show it. CMake
+    gives the place of an error in the first line, and the reason in the next ones.
     """
     tail: deque[tuple[int, str]] = deque(maxlen=lines)
     errors: list[tuple[int, str]] = []
+    num_errors = last_shown = 0
     with log.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             entry = (number, line.rstrip("\n"))
             tail.append(entry)
-            if len(errors) < _FIRST_ERRORS and _ERROR_LINE.search(line):
+            if num_errors < _FIRST_ERRORS and _ERROR_LINE.search(line):
+                num_errors += 1
+                last_shown = number + _REASON_LINES
+            if number <= last_shown and line.strip():
                 errors.append(entry)
     first_in_tail = tail[0][0] if tail else 0
     shown = [f"line {number}: {text}" for number, text in errors if number < first_in_tail]

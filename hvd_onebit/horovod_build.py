@@ -214,6 +214,8 @@ def _install(
             nccl = found
     plan = BuildPlan.for_this_environment(frameworks, find_mpi(run.environment) if with_mpi else None, nccl)
     progress.say(plan.describe())
+    if nccl is None and "+cu" in frameworks.get("torch", ""):
+        progress.say("note: this torch is a CUDA build; for tensors on GPUs, build Horovod with --gpu nccl")
 
     entry = cache / "wheels" / plan.key
     with locked(cache / "locks" / f"{plan.key}.lock", lambda: progress.say("waiting for another build of this wheel")):

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,26 @@ def test_patches_write_standard_and_library_folder() -> None:
     assert "-std=c++17" in text
     assert ";/opt/mpi/lib" in text
     assert "/opt/mpi/lib" not in str(patches(cxx_standard=17, mpi_library_dir=None))
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+@pytest.mark.parametrize("nvcc", [None, "alone", "with the toolkit"])
+def test_a_toolkit_that_is_not_there_makes_a_build_for_cpus(nvcc: str | None, tmp_path: Path) -> None:
+    """Runs what the patch adds, in a project whose module answers as the toolkit's would."""
+    (patch,) = (each for each in patches(cxx_standard=17, mpi_library_dir=None) if "FindPytorch" in each.path)
+    found = "TRUE" if nvcc == "with the toolkit" else "FALSE"
+    (tmp_path / "FindCUDAToolkit.cmake").write_text(f"set(CUDAToolkit_FOUND {found})\n", encoding="utf-8")
+    lists = (
+        "cmake_minimum_required(VERSION 3.13)\nproject(test NONE)\n"
+        "list(APPEND CMAKE_MODULE_PATH ${PROJECT_SOURCE_DIR})\n"
+        f"set(Pytorch_CUDA {'False' if nvcc is None else 'True'})\n{patch.new}"
+        'message(STATUS "CUDA: ${Pytorch_CUDA}")\n'
+    )
+    (tmp_path / "CMakeLists.txt").write_text(lists, encoding="utf-8")
+    command = ["cmake", "-S", str(tmp_path), "-B", str(tmp_path / "build")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"CUDA: {found}" in printed
+    assert ("No complete CUDA toolkit" in printed) == (nvcc == "alone")
 
 
 def test_patches_of_gloo_only_put_the_receive_before_the_send() -> None:
@@ -621,8 +642,13 @@ def test_log_tail_shows_the_first_error_and_the_end(tmp_path: Path) -> None:
     lines[9] = "file.cc:3:1: error: expected ';'"
     log.write_text("\n".join(lines) + "\n", encoding="utf-8")
     shown = log_tail(log, lines=30)
-    assert shown[0] == "line 10: file.cc:3:1: error: expected ';'"
-    assert shown[-30:] == lines[-30:]
+    assert shown[:4] == [
+        "line 10: file.cc:3:1: error: expected ';'",
+        "line 11: line of output 11",
+        "line 12: line of output 12",
+        "...",
+    ]
+    assert shown[4:] == lines[-30:]
     log.write_text("a\nb: error: c\n", encoding="utf-8")
     assert log_tail(log, lines=30) == ["a", "b: error: c"]
 
