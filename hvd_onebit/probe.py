@@ -59,8 +59,10 @@ def measure(
         transport: among all ranks, two or more.
         codec: for arrays where the run has them.
         place: of this rank.
-        groups: connected, if the run's exchange is hierarchical.
+        groups: if the run's exchange is hierarchical.
     """
+    if groups is not None:
+        groups.connect()  # a run of 0/1 Adam that is resumed between two rounds has not exchanged anything yet
     begin = time.perf_counter()
     several = place.num_hosts > 1
     # on a single host the links are those between ranks

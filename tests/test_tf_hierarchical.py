@@ -152,6 +152,22 @@ def test_replicas_are_bit_equal_and_resume_bit_for_bit(name: str, hosts: int, ra
     assert_replicas_equal(on_ranks(hosts * ranks, work, ranks_per_host=ranks))
 
 
+@pytest.mark.parametrize("later", [1, 2])
+def test_zero_one_adam_is_measured_before_its_next_round(later: int) -> None:
+    """Resumed between two rounds, it has not exchanged anything yet when it is measured."""
+    last = 12 + later
+
+    def work(transport: LocalTransport) -> None:
+        optimizer, trained = make("zero one adam", transport)
+        train(optimizer, trained, range(last), transport.rank)
+        second, resumed = make("zero one adam", transport, measure=True)
+        restore(second, resumed, save(optimizer, trained))
+        train(second, resumed, range(last, last + 4), transport.rank)
+        assert second.stats.plan is not None
+
+    on_ranks(4, work, ranks_per_host=2)
+
+
 @pytest.mark.parametrize("target", [(2, None), (6, 2)], ids=str)
 def test_rank_0_alone_restores_any_layout(target: tuple[int, int | None], caplog: pytest.LogCaptureFixture) -> None:
     def first(transport: LocalTransport) -> Saved:

@@ -116,6 +116,24 @@ def test_replicas_are_bit_equal_and_resume_bit_for_bit(name: str, hosts: int, ra
         assert_bits(replica, replicas[0])
 
 
+@pytest.mark.parametrize("later", [4, 5])
+def test_zero_one_adam_is_measured_before_its_next_round(later: int) -> None:
+    """Resumed between two rounds, it has not exchanged anything yet when it is measured."""
+    last = FREEZE + 10 + later
+
+    def work(transport: LocalTransport) -> None:
+        ps = parameters()
+        optimizer = wrap(FAMILY["zero one adam"](ps), transport)
+        train(optimizer, ps, range(last), transport.rank)
+        resumed = [torch.nn.Parameter(value) for value in values(ps)]
+        second = wrap(FAMILY["zero one adam"](resumed), transport)
+        second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(second, resumed, range(last, last + 4), transport.rank)
+        assert second.stats.plan is not None
+
+    run_ranks(4, work, ranks_per_host=2)
+
+
 @pytest.mark.parametrize("target", [(2, None), (4, 2), (6, 2)], ids=str)
 def test_rank_0_alone_restores_any_layout(target: tuple[int, int | None], caplog: pytest.LogCaptureFixture) -> None:
     def save(transport: LocalTransport) -> tuple[dict[str, Any], list[torch.Tensor]]:
