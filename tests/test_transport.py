@@ -225,6 +225,26 @@ def test_memory_is_shown_from_several_threads_at_once() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
+def test_many_arrays_need_few_files() -> None:
+    """A hundred small buckets, as layer-wise learning rates make them, and some that are larger than all before."""
+    memory = SharedMemory()
+    assert memory.open_peers([memory.key] * 4)
+    files = len(os.listdir("/proc/self/fd"))
+    lengths = [640] * 200 + [3_000_000, 1, 2_000_000, 262_144] + [300_000] * 5
+    arrays = [memory.zeros(length) for length in lengths]
+    for number, array in enumerate(arrays):
+        array[:] = number
+    for number, array in enumerate(arrays):
+        at = memory.expose("m", array)
+        for peer, part in enumerate(memory.parts(0, slice(0, len(array)), len(array), [at] * 4)):
+            assert len(part) == len(array)
+            assert (part == number).all()
+            assert part.flags.writeable == (peer == 0)
+    assert len(os.listdir("/proc/self/fd")) - files < 40
+    assert sum(map(len, arrays)) * 4 < os.fstat(memory._file.fileno()).st_size < sum(map(len, arrays)) * 4 * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
 def test_memory_that_was_shown_to_peers_goes_with_its_owner() -> None:
     memory = SharedMemory()
     memory.expose_bytes("m", np.zeros(5, np.uint8))

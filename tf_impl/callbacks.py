@@ -151,10 +151,12 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: A
     @tf.function(autograph=False)
     def broadcast() -> None:
         for i, variable in enumerate(variables):
+            # Horovod's operations do not know bfloat16; these bits are not looked at
+            value = tf.bitcast(variable, tf.float16) if variable.dtype == tf.bfloat16 else variable
             value = hvd.broadcast(
-                variable, root_rank, name=f"onebit.broadcast.{i}", ignore_name_scope=True, process_set=process_set
+                value, root_rank, name=f"onebit.broadcast.{i}", ignore_name_scope=True, process_set=process_set
             )
-            variable.assign(value)
+            variable.assign(tf.bitcast(value, variable.dtype) if variable.dtype == tf.bfloat16 else value)
 
     broadcast()
 

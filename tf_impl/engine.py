@@ -164,9 +164,8 @@ class CompressionEngine:
         self._place = hierarchical_place(self.options, transport.place)
         self._groups = None if self._place is None else HostGroups(transport.on_host, self._place)
         self._buckets = self._make_buckets()
-        sizes = [
-            size * min(v.dtype.size, self._wire_bytes) for size, v in zip(self._sizes, self._variables, strict=True)
-        ]
+        widths = [4 if v.dtype == tf.bfloat16 else v.dtype.size for v in self._variables]  # as `allreduce` sends them
+        sizes = [size * min(width, self._wire_bytes) for size, width in zip(self._sizes, widths, strict=True)]
         self._allreduce_bytes = [ring_allreduce_bytes(size, transport.size) for size in sizes]
         self.stats.uncompressed_bytes_per_step = ring_allreduce_bytes(4 * sum(self._sizes), transport.size)
         self._static_fields = self._describe()

@@ -276,6 +276,12 @@ class HorovodTransport:
         return _shaped(gathered, receive_bytes)
 
     def allreduce(self, values: Sequence[tf.Tensor], *, names: Sequence[str]) -> list[tf.Tensor]:
+        # Horovod's operations do not know bfloat16
+        wide = [tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value for value in values]
+        means = self._allreduce(wide, names)
+        return [tf.cast(mean, value.dtype) for mean, value in zip(means, values, strict=True)]
+
+    def _allreduce(self, values: Sequence[tf.Tensor], names: Sequence[str]) -> list[tf.Tensor]:
         if not self._num_groups:
             return [
                 self._hvd.allreduce(value, name=self._named(name), **self._how)

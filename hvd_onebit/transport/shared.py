@@ -2,6 +2,9 @@
 
 Every process has an anonymous file of its own (memfd_create), which the others open by the process's number. Nothing
 has a name in the file system, so nothing is left behind, however a process ends.
+
+A file is mapped in regions, of which each is as long as all before it: a mapping costs a file descriptor, and one for
+every array would use them up. Arrays lie inside regions; what of these is not used takes no memory.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ Bytes = npt.NDArray[np.uint8]
 
 _CACHED = 1 << 15  # elements that stay in the cache while they are summed
 _FLOAT_BYTES = 4
+_FIRST_REGION = 1 << 20  # bytes
+_ALIGNMENT = 4096
 _TOKEN_BYTES = 16  # at the start of the file: proves that it is the one that was meant
 
 
@@ -54,11 +59,16 @@ def share_memory(memory: SharedMemory, transport: Transport[Any], ranks: Sequenc
     return False
 
 
-def _take_back(owner: weakref.ref[SharedMemory], address: int, num_elements: int, memory: mmap.mmap) -> None:
+def _take_back(owner: weakref.ref[SharedMemory], address: int, num_elements: int) -> None:
     if (shared := owner()) is not None:
         with shared._lock:
-            at = shared._places.pop((address, num_elements))
-            shared._free.setdefault(num_elements, []).append((at, memory))
+            shared._free.setdefault(num_elements, []).append(shared._places.pop((address, num_elements)))
+
+
+def _region(at: int) -> tuple[int, int]:
+    """Where the region that holds byte `at` starts and ends."""
+    size = _FIRST_REGION << max((at // _FIRST_REGION).bit_length() - 1, 0)
+    return (0, size) if at < size else (size, 2 * size)
 
 
 class SharedMemory:
@@ -69,14 +79,13 @@ class SharedMemory:
         # TensorFlow calls from several threads; a finalizer may run in the midst of what is locked
         self._lock = threading.RLock()
         self._places: dict[tuple[int, int], int] = {}
-        self._free: dict[int, list[tuple[int, mmap.mmap]]] = {}
+        self._free: dict[int, list[int]] = {}
         self._copies: dict[tuple[str, int], Floats] = {}
         self._twins: dict[tuple[str, int], list[Floats]] = {}
-        self._memories: dict[int, mmap.mmap] = {}
+        self._regions: dict[tuple[int | None, int], mmap.mmap] = {}
         self._peers: list[int] = []
-        self._views: dict[tuple[int, int, int], Floats] = {}
         self._token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
-        self._num_bytes = mmap.ALLOCATIONGRANULARITY
+        self._num_bytes = _ALIGNMENT
         if hasattr(os, "memfd_create"):
             self._file = open(os.memfd_create("hvd_onebit"), "r+b", buffering=0)  # noqa: SIM115 - as long as this lives
             self._file.write(self._token)
@@ -110,13 +119,13 @@ class SharedMemory:
         """Zeros (float32, shape (num_elements,)) that the peers can read where they lie; freed as any array is."""
         with self._lock:
             free = self._free.get(num_elements)
-            at, memory = free.pop() if free else self._allocate(num_elements)
-            array = np.frombuffer(memory, np.float32)
+            at = free.pop() if free else self._allocate(4 * num_elements)
+            array = self._view(None, at, num_elements)
             address = array.ctypes.data
             self._places[address, num_elements] = at
         array[:] = 0
         # not a method of self: what a finalizer holds lives as long as the array, which may be self's own
-        weakref.finalize(array, _take_back, weakref.ref(self), address, num_elements, memory).atexit = False
+        weakref.finalize(array, _take_back, weakref.ref(self), address, num_elements).atexit = False
         return array
 
     def expose(self, name: str, values: Floats) -> int:
@@ -169,11 +178,8 @@ class SharedMemory:
             num_elements: the elements at each place.
             places: what `expose` returned to each peer, in the order of `open_peers`.
         """
-        memories = [
-            np.frombuffer(self._memories[at], np.float32) if peer == rank else self._view(peer, at, num_elements)
-            for peer, at in enumerate(places)
-        ]
-        return [memory[own] for memory in memories]
+        views = (self._view(None if peer == rank else peer, at, num_elements) for peer, at in enumerate(places))
+        return [view[own] for view in views]
 
     def mean(self, rank: int, own: slice, num_elements: int, places: Sequence[int]) -> Floats:
         """The mean of what all peers have at `places`, elements `own` of each, which no other peer averages.
@@ -201,20 +207,27 @@ class SharedMemory:
                 np.divide(total, count, out=mean[here])
         return mean
 
-    def _view(self, peer: int, at: int, num_elements: int) -> Floats:
-        key = (peer, at, num_elements)
-        if key not in self._views:
-            memory = mmap.mmap(self._peers[peer], 4 * num_elements, prot=mmap.PROT_READ, offset=at)
-            self._views[key] = np.frombuffer(memory, np.float32)
-        return self._views[key]
+    def _view(self, peer: int | None, at: int, num_elements: int) -> Floats:
+        """What the peer has there, to be read; None: what this process has, to be written, too."""
+        start, stop = _region(at)
+        if (peer, start) not in self._regions:
+            if peer is None:
+                assert self._file is not None
+                if os.fstat(self._file.fileno()).st_size < stop:
+                    os.ftruncate(self._file.fileno(), stop)
+                memory = mmap.mmap(self._file.fileno(), stop - start, offset=start)
+            else:
+                memory = mmap.mmap(self._peers[peer], stop - start, prot=mmap.PROT_READ, offset=start)
+            self._regions[peer, start] = memory
+        return np.frombuffer(self._regions[peer, start], np.float32, num_elements, at - start)
 
-    def _allocate(self, num_elements: int) -> tuple[int, mmap.mmap]:
-        assert self._file is not None
+    def _allocate(self, num_bytes: int) -> int:
+        """A new place, inside one region."""
         at = self._num_bytes
-        self._num_bytes += -(-4 * num_elements // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        os.ftruncate(self._file.fileno(), self._num_bytes)
-        self._memories[at] = mmap.mmap(self._file.fileno(), 4 * num_elements, offset=at)
-        return at, self._memories[at]
+        while at + num_bytes > (stop := _region(at)[1]):
+            at = stop
+        self._num_bytes = at + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return at
 
     def __del__(self) -> None:
         if self._file is not None:
