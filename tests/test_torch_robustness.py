@@ -13,6 +13,7 @@ from test_torch_family import FAMILY, FREEZE, gradients, parameters, step_once, 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hvd_onebit.torch as onebit
+from hvd_onebit.errors import OneBitError
 from hvd_onebit.transport.local import LocalTransport, run_ranks
 
 
@@ -522,3 +523,48 @@ def test_names_that_are_taken_are_refused() -> None:
         assert len(optimizer.param_groups) == 1
 
     run_ranks(1, work)
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize("where", ["_finish_agreement", "finish", "apply", "_step_uncompressed", "_end_step"])
+@pytest.mark.parametrize("name", ["adam", "zero one adam"])
+def test_a_step_that_ended_in_the_middle_is_not_gone_on_with(name: str, where: str, hierarchical: bool) -> None:
+    """Ctrl-C, or the user's own error, on all ranks at one place: a checkpoint brings back every bit."""
+    last = FREEZE + 3
+
+    def work(transport: LocalTransport) -> None:
+        ps = parameters()
+        optimizer = wrap(FAMILY[name](ps), transport, hierarchical=hierarchical, measure=False)
+        for step in range(last):
+            step_once(optimizer, ps, step, transport.rank)
+        saved = copy.deepcopy((optimizer.state_dict(), ps))
+        for step in range(last, last + 9):
+            step_once(optimizer, ps, step, transport.rank)
+        expected = [p.detach().clone() for p in ps]
+
+        def load() -> None:
+            optimizer.load_state_dict(copy.deepcopy(saved[0]))
+            with torch.no_grad():
+                for p, value in zip(ps, saved[1], strict=True):
+                    p.copy_(value)
+
+        def interrupted(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        def train_on() -> None:
+            for step in range(last, last + 9):
+                step_once(optimizer, ps, step, transport.rank)
+
+        load()
+        setattr(optimizer._onebit, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):  # 0/1 Adam does not agree in every step
+            train_on()
+        delattr(optimizer._onebit, where)
+        for go_on in (train_on, optimizer.synchronize):
+            with pytest.raises(OneBitError, match=r"was ended by KeyboardInterrupt before .*load_state_dict"):
+                go_on()
+        load()
+        train_on()
+        assert all(torch.equal(p, value) for p, value in zip(ps, expected, strict=True))
+
+    run_ranks(4, work, ranks_per_host=2)

@@ -395,7 +395,8 @@ class _OneBitMethods:
         if self._settings.options.local_clip_norm is not None and not self._is_clipped:
             return None, None  # Horovod sends it in synchronize(): the norm is of all gradients, and some are to come
         if self._onebit is not None and self._onebit.is_compressed(p):
-            self._onebit.gradient_is_ready(p)
+            if not self._onebit.is_torn:
+                self._onebit.gradient_is_ready(p)
             return self._onebit.finish, None  # a handle for Horovod's check of repeated backward passes; never called
         _make_contiguous(p)
         handle, context = self._inherited("_allreduce_grad_async", p)
@@ -467,8 +468,9 @@ class _OneBitMethods:
             return
         self._leave_unused_step()
         if not self._synchronized:
-            self._exchange()
-            self._onebit.write_gradients()
+            with self._in_one_piece():
+                self._exchange()
+                self._onebit.write_gradients()
 
     def _leave_unused_step(self) -> None:
         """Gradients that were synchronised but not used, as when a scaler skips a step, make way for newer ones."""
@@ -515,12 +517,35 @@ class _OneBitMethods:
             self._leave_unused_step()
             if not self._synchronized:
                 self._check_scaling()
-                self._exchange()
+                with self._in_one_piece():
+                    self._exchange()
         if not self._synchronized:
             raise OneBitError("step() inside skip_synchronize() needs a synchronize() before it")
         self._synchronized = False
-        self._onebit.apply(plain_step)
+        with self._in_one_piece(applies=True):
+            self._onebit.apply(plain_step)
         return loss
+
+    @contextmanager
+    def _in_one_piece(self, *, applies: bool = False) -> Iterator[None]:
+        """What is done in part, since something was raised in the midst of it, must not be gone on with.
+
+        Args:
+            applies: then any error may have come between two parameters. Before, errors are told of and undone where
+                they arise, and only what may be raised anywhere counts, as a KeyboardInterrupt.
+        """
+        engine = self._onebit
+        assert engine is not None
+        engine.refuse_if_torn()
+        try:
+            yield
+        except OneBitError:  # on all ranks alike, and at a place that was made for it
+            raise
+        except BaseException as error:
+            if applies or not isinstance(error, Exception):
+                self._forget_handles()
+                engine.tear(error)
+            raise
 
     def _plain_step(self) -> None:
         """The optimizer's own step, without any hook, the optimizer's or torch's global ones: they run around ours."""

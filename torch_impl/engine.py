@@ -94,6 +94,7 @@ class Engine:
         self._find_hosts()
         self._in_flight: StepExchange[Tensor] = StepExchange(transport, self.stats, self._groups)
         self._finite = True
+        self._torn_by = ""  # what was raised in the midst of a step
         self._steps_itself = False  # the optimizer's own step is running
         self._static_digest: bytes | None = None
         self._restorable_errors: dict[str, Any] = {}
@@ -287,6 +288,24 @@ class Engine:
         if place != self._place:
             self._place = place
             self._groups = None if place is None else HostGroups(self._transport, place)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step ended in the midst of it, so that ranks, and what they hold, may not belong together."""
+        return bool(self._torn_by)
+
+    def tear(self, error: BaseException) -> None:
+        """Gives up the step under way, which `error` has ended somewhere."""
+        self._torn_by = f"step {self.step + 1} was ended by {type(error).__name__} before it was done"
+        self._forget_step()
+
+    def refuse_if_torn(self) -> None:
+        """Raises OneBitError if a step was torn, until a checkpoint is loaded."""
+        if self._torn_by:
+            raise OneBitError(
+                f"{self._torn_by}: parameters, momentum and compression errors may be of two steps, and differ between "
+                "ranks. On every rank load a checkpoint, the model's and the optimizer's (load_state_dict), or end"
+            )
 
     def _forget_step(self) -> None:
         """Drops what is under way."""
@@ -712,6 +731,7 @@ class Engine:
             extra: holds the errors to go on with, if they fit.
             owed: by parameter, the same on every rank: what is settled where compression ends.
         """
+        self._torn_by = ""
         self.initialise_state()
         self._load_schedule(self._optimizer.param_groups[0][SCHEDULE])
         settled = self._thaw_if_early(owed)
