@@ -33,11 +33,11 @@ LAUNCHES: dict[str, tuple[str, int, list[str]]] = {
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     return Launches(
-        SCRIPT, LAUNCHES, tmp_path_factory.mktemp("launches"), timeout=480.0, env={"TF_CPP_MIN_LOG_LEVEL": "3"}
+        SCRIPT, LAUNCHES, tmp_path_factory.mktemp("launches"), timeout=780.0, env={"TF_CPP_MIN_LOG_LEVEL": "3"}
     )
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize(
     ("launch", "name"), [(launch, name) for launch, (_, _, names) in LAUNCHES.items() for name in names]
 )
