@@ -202,6 +202,16 @@ def learning_rate_rises(step: int, option: str) -> None:
     )
 
 
+def clipping_changes(step: int) -> None:
+    """Said when a loop that calls `synchronize` itself, as one does to clip, comes to compression."""
+    log.warning(
+        "step %d: from now on .grad holds the averaged momentum after synchronize(), on which clipping hardly acts, "
+        "while the variance stays that of clipped gradients: if you clip there, steps grow and the loss may jump. "
+        "Use the option local_clip_norm instead, from the first step on",
+        step,
+    )
+
+
 def back_to_warm_up(frozen_step: int, freeze_step: int | str, step: int) -> None:
     """Said when a restored state is thawed."""
     log.warning(

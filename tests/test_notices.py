@@ -146,3 +146,30 @@ def test_the_last_training_is_looked_at_when_the_interpreter_ends(
 
 def _others(registered: list[tuple[Any, ...]], function: Any) -> list[tuple[Any, ...]]:
     return [given for given in registered if given[0] is not function]
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "options", "told"), [(True, {}, 1), (False, {}, 0), (True, {"local_clip_norm": 1.0}, 0)]
+)
+def test_clipping_after_synchronize_is_told_of_at_the_freeze(
+    by_hand: bool, options: dict[str, Any], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("horovod.torch")
+    import torch
+    from torch_training import distribute, on_ranks, parameters, set_gradients
+
+    def work(transport: Any) -> None:
+        params = parameters()
+        optimizer = distribute(torch.optim.Adam(params, lr=1e-3), transport, freeze_step=2, **options)
+        for step in range(4):
+            set_gradients(params, step, transport.rank)
+            if by_hand:
+                optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_(params, 1.0)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+    on_ranks(2, work)
+    assert caplog.text.count("on which clipping hardly acts") == told

@@ -825,6 +825,7 @@ class CompressionEngine(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._gradients_written = False
+        self._was_synchronized = False  # by the caller, not by `step`
         self._samples: list[float] = []
         self._started: set[CompressedBucket] = set()  # looked up only, never iterated
         self._arrived: set[Tensor] = set()
@@ -910,6 +911,7 @@ class CompressionEngine(Engine):
     def write_gradients(self) -> None:
         if self._finite:
             self._in_flight.keep_inputs()
+        self._was_synchronized = True
         self._write_gradients()
         self._samples = self._gradient_samples()
 
@@ -1091,6 +1093,9 @@ class CompressionEngine(Engine):
         if self._transport.rank == 0:
             has_variance = any(self._rule.variance_key(group) is not None for group, _ in ready)
             notices.frozen(self.stats, has_variance=has_variance, lr_rises=self._schedule.lr_rises)
+            scales = self._loss_scale() != 1.0  # then it is synchronised to be unscaled
+            if self._was_synchronized and not scales and self.options.local_clip_norm is None:
+                notices.clipping_changes(self.step)
 
     def _floored(self, group: Group, p: Tensor) -> tuple[Tensor | None, int, int]:
         key = self._rule.variance_key(group)
