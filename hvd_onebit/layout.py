@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from hvd_onebit.options import CompressionOptions
 from hvd_onebit.wire import message_num_bytes
 
 __all__ = ["CHUNK_ALIGNMENT", "Bucket", "Chunk", "Segment", "cut_chunks", "cut_evenly", "make_buckets"]
@@ -75,15 +76,16 @@ class Chunk:
 
 
 def make_buckets(
-    parameters: Sequence[tuple[str, int]], *, bucket_elements: int, prefix: str = "bucket"
+    parameters: Sequence[tuple[str, int]], options: CompressionOptions, *, prefix: str = "bucket"
 ) -> tuple[Bucket, ...]:
     """Buckets over whole tensors in reverse order: the order in which backward finishes gradients.
 
     Args:
         parameters: (name, number of elements) in registration order.
-        bucket_elements: a bucket is closed before it would grow past this; a larger tensor gets its own bucket.
+        options: a bucket is closed before it would grow past their `bucket_size`; a larger tensor gets its own bucket.
         prefix: buckets are called prefix.0, prefix.1, ...
     """
+    bucket_elements = options.bucket_size(sum(num_elements for _, num_elements in parameters))
     buckets: list[Bucket] = []
     names: list[str] = []
     sizes: list[int] = []

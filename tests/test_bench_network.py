@@ -137,6 +137,17 @@ def test_figures_are_medians_of_the_slowest_rank() -> None:
     json.dumps(asdict(report))
 
 
+def test_the_hierarchical_exchange_has_a_share_of_the_link_of_its_own() -> None:
+    seen = [observed(sent=1000), observed(2.0)]
+    for rank in seen:
+        exchange = rank["exchange"]
+        exchange.seconds[HIERARCHICAL], exchange.bytes_sent[HIERARCHICAL] = [4.0, 4.0], [500, 500]
+        exchange.split[HIERARCHICAL] = exchange.split["onebit"]
+    report = bench_network._report(parse_rate("1mbit"), TASK, seen)
+    assert report.onebit_link_busy == pytest.approx(8 * 1000 / 1e6 / 2.0)
+    assert report.onebit_hierarchical_link_busy == pytest.approx(8 * 500 / 1e6 / 4.0)
+
+
 def test_an_unshaped_link_has_no_share_of_time() -> None:
     report = bench_network._report(UNSHAPED, TASK, [observed(), observed()])
     assert report.bits_per_second is None

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import switch_interval
 from numpy.typing import NDArray
 
 from hvd_onebit import kernels, wire
@@ -1014,17 +1015,13 @@ def test_native_kernels_let_other_threads_run() -> None:
         _kernels.compress(0, [gradient], None, None, 0.9, 0.1, None, message, 1, False, None, 1)
         calls["ended"] = True
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # a thread that doesn't release the GIL keeps it
-    try:
+    with switch_interval(1000):  # a thread that doesn't release the GIL keeps it
         thread = threading.Thread(target=work)
         thread.start()
         while not calls["begun"]:
             time.sleep(1e-5)
         ended = calls["ended"]
         thread.join()
-    finally:
-        sys.setswitchinterval(interval)
     assert not ended
 
 

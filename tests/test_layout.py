@@ -23,7 +23,7 @@ def bucket_of(*sizes: int) -> Bucket:
 @pytest.mark.parametrize("bucket_elements", [1, 10, 100, 1000])
 def test_buckets_hold_whole_tensors_in_reverse_order(bucket_elements: int) -> None:
     parameters = [("a", 30), ("b", 7), ("c", 100), ("d", 1), ("e", 64)]
-    buckets = make_buckets(parameters, bucket_elements=bucket_elements, prefix="x")
+    buckets = make_buckets(parameters, CompressionOptions(bucket_elements=bucket_elements), prefix="x")
     members = [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.sizes, strict=True)]
     assert members == parameters[::-1]
     assert [bucket.name for bucket in buckets] == [f"x.{i}" for i in range(len(buckets))]
@@ -35,7 +35,7 @@ def test_buckets_hold_whole_tensors_in_reverse_order(bucket_elements: int) -> No
 
 
 def test_no_parameters_make_no_buckets() -> None:
-    assert make_buckets([], bucket_elements=10) == ()
+    assert make_buckets([], CompressionOptions(bucket_elements=10)) == ()
 
 
 @pytest.mark.parametrize("block", [1, 8, 100, 2048, "tensor"])

@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import json
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interpreter import switch_interval
 from launch import run_horovod
 from transport_contract import CONTRACT
 
@@ -211,13 +211,8 @@ def test_memory_is_shown_from_several_threads_at_once() -> None:
             array[:] = 100 * number + k
         return [(memory.expose("m", array), array) for array in arrays]
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as threads:
-            shown = [each for part in threads.map(show, range(8)) for each in part]
-    finally:
-        sys.setswitchinterval(interval)
+    with switch_interval(1e-6), ThreadPoolExecutor(8) as threads:
+        shown = [each for part in threads.map(show, range(8)) for each in part]
     assert len({at for at, _ in shown}) == len(shown)
     for at, array in shown:
         assert at + array.nbytes <= os.fstat(memory._file.fileno()).st_size

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
+from interpreter import switch_interval
 
 import hvd_onebit.tensorflow as onebit
 from hvd_onebit.transport.local import LocalTransport, run_ranks
@@ -49,12 +49,8 @@ def on_ranks(
     in between (PythonAPIDispatcher::Dispatch of 2.21). With the usual 5 ms, two first steps at the same time crashed
     once in a run of all tests; four threads that call tf.reshape under PYTHONMALLOC=debug do without any of this.
     """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(2 * timeout_seconds)
-    try:
+    with switch_interval(2 * timeout_seconds):
         return run_ranks(size, work, ranks_per_host=ranks_per_host, timeout_seconds=timeout_seconds)
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def variables(

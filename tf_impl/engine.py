@@ -51,7 +51,14 @@ from hvd_onebit.tensorflow import kept
 from hvd_onebit.tensorflow.buckets import DeviceBucket, ExchangedBucket, HostBucket, Hosts, Inputs, Memory, Sent
 from hvd_onebit.tensorflow.codec import is_on_host, num_threads
 from hvd_onebit.tensorflow.rules import Moment, Rule, native
-from hvd_onebit.tensorflow.transport import TRACED_FOR_GONE, HostFunctions, TensorTransport, on_host, split_frames
+from hvd_onebit.tensorflow.transport import (
+    TRACED_FOR_GONE,
+    HostFunctions,
+    TensorTransport,
+    averaged_as,
+    on_host,
+    split_frames,
+)
 
 __all__ = [
     "FORMAT_VERSION",
@@ -164,8 +171,10 @@ class CompressionEngine:
         self._place = hierarchical_place(self.options, transport.place)
         self._groups = None if self._place is None else HostGroups(transport.on_host, self._place)
         self._buckets = self._make_buckets()
-        widths = [4 if v.dtype == tf.bfloat16 else v.dtype.size for v in self._variables]  # as `allreduce` sends them
-        sizes = [size * min(width, self._wire_bytes) for size, width in zip(self._sizes, widths, strict=True)]
+        sizes = [
+            size * min(averaged_as(v.dtype).size, self._wire_bytes)
+            for size, v in zip(self._sizes, self._variables, strict=True)
+        ]
         self._allreduce_bytes = [ring_allreduce_bytes(size, transport.size) for size in sizes]
         self.stats.uncompressed_bytes_per_step = ring_allreduce_bytes(4 * sum(self._sizes), transport.size)
         self._static_fields = self._describe()
@@ -240,8 +249,7 @@ class CompressionEngine:
         memory, hosts = Memory(), None
         if self._groups is not None:
             hosts = Hosts(self._groups.place, self.transport.groups(self._groups))
-        bucket_elements = self.options.bucket_size(sum(size for _, size in sizes))
-        for bucket in make_buckets(sizes, bucket_elements=bucket_elements):
+        for bucket in make_buckets(sizes, self.options):
             members = [index_of[name] for name in bucket.parameters]
             on_cpu = is_on_host([self._variables[i] for i in members])
             keeps = [self._keeps[i] for i in members]

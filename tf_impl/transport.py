@@ -31,6 +31,7 @@ __all__ = [
     "TensorGroup",
     "TensorGroups",
     "TensorTransport",
+    "averaged_as",
     "on_host",
     "split_frames",
 ]
@@ -62,6 +63,11 @@ def on_host(function: Callable[..., Any], inputs: Sequence[tf.Tensor], types: An
     if not isinstance(types, list):
         return tf.constant(results, types)
     return [tf.constant(result, dtype) for result, dtype in zip(results, types, strict=True)]
+
+
+def averaged_as(dtype: tf.DType) -> tf.DType:
+    """The type as which values of this type are averaged: Horovod's operations do not know bfloat16."""
+    return tf.float32 if dtype == tf.bfloat16 else dtype
 
 
 class HostFunctions:
@@ -276,9 +282,7 @@ class HorovodTransport:
         return _shaped(gathered, receive_bytes)
 
     def allreduce(self, values: Sequence[tf.Tensor], *, names: Sequence[str]) -> list[tf.Tensor]:
-        # Horovod's operations do not know bfloat16
-        wide = [tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value for value in values]
-        means = self._allreduce(wide, names)
+        means = self._allreduce([tf.cast(value, averaged_as(value.dtype)) for value in values], names)
         return [tf.cast(mean, value.dtype) for mean, value in zip(means, values, strict=True)]
 
     def _allreduce(self, values: Sequence[tf.Tensor], names: Sequence[str]) -> list[tf.Tensor]:

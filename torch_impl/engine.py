@@ -376,10 +376,9 @@ class Engine:
                 continue
             index, step, device = key
             by_name = {self.names[p]: p for p in parameters}
-            sizes = [(name, p.numel()) for name, p in by_name.items()]
             buckets = make_buckets(
-                sizes,
-                bucket_elements=self._used_options.bucket_size(sum(size for _, size in sizes)),
+                [(name, p.numel()) for name, p in by_name.items()],
+                self._used_options,
                 prefix=f"group{index}.step{step}.{device}",
             )
             group = self._optimizer.param_groups[index]
